@@ -1,0 +1,13 @@
+"""Demo models: SmolLM2-135M as target, a draft distilled from it, and an EAGLE-3 head.
+
+    from sdsie_sglang.demo import compose
+    models = compose()  # models.target, models.draft, models.eagle3: checkpoint folders
+
+or `python -m sdsie_sglang.demo [--out DIR]`.
+"""
+
+from sdsie_sglang.demo.compose import DemoCheckpoints, compose
+from sdsie_sglang.demo.errors import DemoError
+from sdsie_sglang.demo.paths import cache_dir
+
+__all__ = ["DemoCheckpoints", "DemoError", "cache_dir", "compose"]
