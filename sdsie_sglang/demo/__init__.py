@@ -6,7 +6,7 @@
 or `python -m sdsie_sglang.demo [--out DIR]`.
 """
 
-from sdsie_sglang.demo.compose import DemoCheckpoints, compose
+from sdsie_sglang.demo.checkpoints import DemoCheckpoints, compose
 from sdsie_sglang.demo.errors import DemoError
 from sdsie_sglang.demo.paths import cache_dir
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from sdsie_sglang.demo import DemoError, cache_dir
 from sdsie_sglang.demo import compose as public_compose
-from sdsie_sglang.demo.compose import EMBEDDING, compose, eagle3_config
+from sdsie_sglang.demo.checkpoints import EMBEDDING, compose, eagle3_config
 from sdsie_sglang.demo.digest import sha256_of
 from sdsie_sglang.demo.target import hugging_face_name, rotary_halves
 
@@ -25,7 +25,7 @@ def tiny_target(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         save_file({EMBEDDING: torch.arange(6.0).reshape(3, 2)}, folder / "model.safetensors")
         (folder / "tokenizer.json").write_text("{}")
 
-    monkeypatch.setattr("sdsie_sglang.demo.compose.write_target", write)
+    monkeypatch.setattr("sdsie_sglang.demo.checkpoints.write_target", write)
     return written
 
 

@@ -129,7 +129,7 @@ def _copy_chat_files(target: Path, folder: Path) -> None:
 
 
 def _ensure(folder: Path, sources: dict[str, str], write: Callable[[Path], None]) -> Path:
-    """`folder`, made by `write` from `sources`: reused if its stamp and every file's hash agree, else made anew.
+    """`folder`, made by `write` from `sources`: reused if its stamp and all hashes agree, else made anew.
 
     A new folder appears by one rename, so that an interrupted run leaves nothing half made.
     """
