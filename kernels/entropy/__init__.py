@@ -1,0 +1,25 @@
+"""Shannon entropy of rows of logits, in bits: the only entropy function in the repository."""
+
+import torch
+
+from sdsie_sglang.kernels.entropy.reference import entropy_bits_reference
+
+
+def entropy_bits(logits: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+    """Entropy of softmax(logits[rows]) in bits, by the Triton kernel on a GPU and by PyTorch elsewhere.
+
+    Args:
+        logits: [num_rows, vocab], any float dtype; -inf marks a token that cannot be drawn.
+        rows: [n] int64 row indices on the same device; None means every row.
+
+    Returns:
+        [n] float32. A row with a NaN, with +inf, or with nothing but -inf gives NaN.
+    """
+    if logits.is_cuda:
+        from sdsie_sglang.kernels.entropy.kernel import entropy_bits_triton
+
+        return entropy_bits_triton(logits, rows)
+    return entropy_bits_reference(logits, rows)
+
+
+__all__ = ["entropy_bits", "entropy_bits_reference"]

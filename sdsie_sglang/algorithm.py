@@ -1,0 +1,143 @@
+"""The algorithm `SDSIE` as SGLang's registry wants it, and what it refuses at start."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+from sdsie_sglang.config import ALGORITHM, ConfigError, SdsieConfig, config_from_env
+from sdsie_sglang.telemetry.trace import check_trace_path
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_RUNNING_REQUESTS = 48  # SGLang's own for draft models
+
+
+class SdsieAlgorithm(CustomSpecAlgo):
+    """Takes STANDALONE's branches in SGLang: a draft that is a complete model of its own."""
+
+    def is_standalone(self) -> bool:
+        return True
+
+    def supports_grammar_overlap(self) -> bool:
+        return True
+
+    # The four methods that SGLang 0.5.23 calls and its base class for plugins lacks.
+
+    def need_topk(self) -> bool:
+        """Nothing of the draft is carried from one cycle to the next but the pending token."""
+        return False
+
+    def carries_draft_hidden_states(self) -> bool:
+        return False
+
+    def get_platform_worker_cls(self) -> None:
+        return None
+
+    def create_future_map(
+        self,
+        device: Any,
+        req_to_token_pool: Any,
+        needs_cpu_seq_lens: bool = True,
+        needs_confidence_relay: bool = False,
+    ) -> Any:
+        from sglang.srt.managers.overlap_utils import FutureMap
+
+        return FutureMap(device, self, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay)
+
+    def handle_server_args(self, server_args: Any) -> None:
+        """Fills what the gears decide. SGLang sizes its buffers from the widest gear."""
+        config = config_from_env()
+        widest = max(1, *config.built_gears(graphs=captures_graphs(server_args)))
+        if server_args.max_running_requests is None:
+            server_args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
+        server_args.enable_mixed_chunk = False
+        server_args.speculative_eagle_topk = 1
+        server_args.speculative_num_steps = widest
+        server_args.speculative_num_draft_tokens = widest + 1
+
+
+def captures_graphs(server_args: Any) -> bool:
+    return server_args.device != "cpu" and not server_args.disable_cuda_graph
+
+
+def check_server_args(server_args: Any) -> None:
+    """Refuses, before any weight is loaded, what the gears cannot serve. Raises ConfigError."""
+    config = config_from_env()
+    check_trace_path(config.trace)
+    for wrong, sentence in _refusals(server_args, config):
+        if wrong:
+            raise ConfigError(sentence)
+    check_draft(server_args.model_path, server_args.speculative_draft_model_path)
+
+
+def _refusals(args: Any, config: SdsieConfig) -> list[tuple[bool, str]]:
+    steps = args.speculative_num_steps
+    return [
+        (
+            args.speculative_draft_model_path is None,
+            "a draft model is missing: give --speculative-draft-model-path a model with the target's tokenizer",
+        ),
+        (
+            (args.speculative_eagle_topk or 1) != 1,
+            "gears draft a chain, not a tree: leave out --speculative-eagle-topk or set it to 1",
+        ),
+        (
+            steps is not None and steps != config.policy.k,
+            f"--speculative-num-steps {steps} contradicts K={config.policy.k}: use --sdsie-k instead",
+        ),
+        (bool(args.speculative_adaptive), "leave out --speculative-adaptive: --sdsie-policy chooses the steps"),
+        (
+            bool(args.speculative_use_rejection_sampling),
+            "leave out --speculative-use-rejection-sampling: the gears verify sampled text against the target already",
+        ),
+        (args.pp_size > 1, "gears do not run with pipeline parallelism: use --pp-size 1 and --tp-size instead"),
+        (bool(args.enable_dp_attention), "gears do not run with DP attention: leave out --enable-dp-attention"),
+        (bool(args.enable_lora), "gears do not run with LoRA adapters: merge the adapter into the model"),
+        (
+            args.disaggregation_mode not in (None, "null"),
+            "gears do not run with prefill-decode disaggregation: leave out --disaggregation-mode",
+        ),
+        (bool(args.enable_pdmux), "gears do not run with --enable-pdmux: leave it out"),
+    ]
+
+
+def check_draft(target: str, draft: str) -> None:
+    """Raises ConfigError unless both are local checkpoints with one vocabulary, or cannot be looked into."""
+    for role, path in (("target", target), ("draft", draft)):
+        if path.startswith(("/", ".", "~")) and not Path(path).expanduser().is_dir():
+            raise ConfigError(f"the {role} model {path} is not a folder")
+    sizes = [_read_json(path, "config.json").get("vocab_size") for path in (target, draft)]
+    if None not in sizes and sizes[0] != sizes[1]:
+        raise ConfigError(f"the draft's vocabulary has {sizes[1]} tokens and the target's {sizes[0]}: they must match")
+    vocabularies = [_read_json(path, "tokenizer.json").get("model", {}).get("vocab") for path in (target, draft)]
+    if None not in vocabularies and vocabularies[0] != vocabularies[1]:
+        raise ConfigError("the draft's tokenizer gives other ids than the target's: use a draft of the same family")
+
+
+def _read_json(folder: str, name: str) -> dict[str, Any]:
+    path = Path(folder).expanduser() / name
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}  # a model hub's name: SGLang compares the two once it has fetched them
+    except (OSError, ValueError):
+        raise ConfigError(f"{path} cannot be read as JSON") from None
+
+
+def register_algorithm() -> None:
+    """Registers SDSIE with SGLang; once a process."""
+
+    def factory(server_args: Any) -> type:
+        from sdsie_sglang.worker.worker import SdsieWorker
+
+        return SdsieWorker
+
+    decorate: Callable[[Callable[[Any], type]], object] = SpeculativeAlgorithm.register(
+        ALGORITHM, supports_overlap=True, validate_server_args=check_server_args, spec_class=SdsieAlgorithm
+    )
+    decorate(factory)

@@ -1,0 +1,62 @@
+"""The --sdsie-* flags."""
+
+import argparse
+from typing import Any
+
+from sdsie_sglang.config import ConfigError, SdsieConfig, load_settings_file, parse_config
+from sdsie_sglang.gears.settings import MAX_K, PRESETS, parse_schedule
+
+PREFIX = "sdsie_"
+
+
+def _gear_list(text: str) -> tuple[int, ...]:
+    if not all(part.strip().isdigit() for part in text.split(",")):
+        raise argparse.ArgumentTypeError(f"gears must look like 0,3,5, not {text!r}")
+    return tuple(int(part) for part in text.split(","))
+
+
+def _schedule(text: str) -> tuple[int, ...]:
+    try:
+        return parse_schedule(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def add_cli_args(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags, none with a default, so that only what was given is set."""
+    presets = ", ".join(f"{name} {v['theta_low']}/{v['theta_high']}" for name, v in PRESETS.items())
+    group = parser.add_argument_group("sdsie", "Gears: how many tokens the draft may propose, cycle by cycle")
+
+    def flag(name: str, help: str, **kwargs: Any) -> None:
+        group.add_argument(f"--sdsie-{name}", help=help, default=argparse.SUPPRESS, **kwargs)
+
+    flag("policy", "plain: gear 0 always. fixed: gear K always (default). entropy: gear K while the "
+         "target's entropy is low, else 0. schedule: a written sequence", metavar="NAME")  # fmt: skip
+    flag("k", f"draft tokens a cycle, 1 to {MAX_K} (default 5)", type=int)
+    flag("preset", f"thresholds in bits: {presets} (default tuned)", metavar="NAME")
+    flag("theta-low", "engage below this smoothed entropy, bits", type=float)
+    flag("theta-high", "disengage above this smoothed entropy, bits", type=float)
+    flag("alpha", "weight of the newest entropy in the moving average, in (0, 1]", type=float)
+    flag("smoothing", "ema (default) or window", metavar="NAME")
+    flag("window", "width of the moving window (default 3)", type=int)
+    flag("fold", "last: one entropy a cycle (default). all: every committed position", metavar="NAME")
+    flag("engage-share", "share of a batch's requests that engages the batch (default 0.5)", type=float)
+    flag("schedule", "for --sdsie-policy schedule: gear x cycles, for ever, as 5x8,0x8", type=_schedule)
+    flag("gears", "every K to prepare at start, as 0,3,5 (default: those of the policy)", type=_gear_list)
+    flag("trace", "append one JSON line a cycle to this file", metavar="FILE")
+    flag("settings", "YAML or JSON file with these names; flags win over it", metavar="FILE")
+    flag("off", "serve with SGLang exactly as shipped (the baseline)", action="store_true")
+
+
+def config_from_args(args: argparse.Namespace) -> SdsieConfig:
+    """The settings file, overridden by the flags. Raises ConfigError."""
+    given = {key.removeprefix(PREFIX): value for key, value in vars(args).items() if key.startswith(PREFIX)}
+    given.pop("off", None)
+    path = given.pop("settings", None)
+    values = {**load_settings_file(path), **given} if path is not None else given
+    if isinstance(values.get("schedule"), str):
+        try:
+            values["schedule"] = parse_schedule(values["schedule"])
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+    return parse_config(values)

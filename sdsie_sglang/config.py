@@ -1,0 +1,124 @@
+"""This project's settings, and the only place that reads SDSIE_* variables.
+
+SGLang starts its scheduler and detokenizer as fresh processes. Settings reach them through one
+variable, SDSIE_CONFIG (JSON), which the launcher writes and which a user of `sglang.launch_server`
+or `sgl.Engine` may write by hand.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from sdsie_sglang.gears.settings import MAX_K, PolicySettings, first_error
+
+CONFIG_VARIABLE = "SDSIE_CONFIG"
+OFF_VARIABLE = "SDSIE_OFF"
+ALGORITHM = "SDSIE"
+
+
+class ConfigError(ValueError):
+    """Settings that cannot be used. Its text is one line, written for the person who gave them."""
+
+
+class SdsieConfig(BaseModel):
+    """What one server is started with.
+
+    Args:
+        policy: may be changed while the server runs.
+        gears: every K whose resources are built at start; None builds those of `policy`, or all of
+            0 to 7 where they cost nothing (the CPU engine captures no graphs).
+        trace: file that receives one JSON line a cycle.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    policy: PolicySettings = Field(default_factory=PolicySettings)
+    gears: tuple[int, ...] | None = None
+    trace: str | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "SdsieConfig":
+        if self.gears is not None:
+            if not self.gears or not all(0 <= k <= MAX_K for k in self.gears):
+                raise ValueError(f"gears must be from 0 to {MAX_K}")
+            missing = sorted(set(self.policy.gears) - set(self.gears))
+            if missing:
+                raise ValueError(f"gears {list(self.gears)} lack {missing}, which the policy asks for")
+        return self
+
+    def built_gears(self, *, graphs: bool) -> tuple[int, ...]:
+        """Gears to prepare at start, ascending. Gear 0 is always among them: it is the fallback."""
+        if self.gears is not None:
+            return tuple(sorted({0, *self.gears}))
+        return tuple(sorted({0, *self.policy.gears})) if graphs else tuple(range(MAX_K + 1))
+
+
+def parse_config(values: dict[str, Any]) -> SdsieConfig:
+    """Flat settings (the names of the flags, without `sdsie_`) -> SdsieConfig. Raises ConfigError."""
+    own = {key: values[key] for key in ("gears", "trace") if key in values}
+    policy = {key: value for key, value in values.items() if key not in own}
+    try:
+        return SdsieConfig(policy=PolicySettings(**policy), **own)
+    except ValidationError as error:
+        raise ConfigError(first_error(error)) from None
+
+
+def parse_policy(values: Any) -> PolicySettings:
+    """Settings for a running server. Raises ConfigError."""
+    if not isinstance(values, dict):
+        raise ConfigError(f"policy settings must be an object, not {type(values).__name__}")
+    try:
+        return PolicySettings(**values)
+    except ValidationError as error:
+        raise ConfigError(first_error(error)) from None
+
+
+def load_settings_file(path: str) -> dict[str, Any]:
+    """Reads a YAML or JSON settings file into flat settings. Raises ConfigError."""
+    try:
+        values = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"settings file {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError):
+        raise ConfigError(f"settings file {path} is neither YAML nor JSON") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"settings file {path} must hold names and values")
+    return values
+
+
+def flat(config: SdsieConfig) -> dict[str, Any]:
+    """The inverse of `parse_config`."""
+    return {**config.policy.model_dump(), **config.model_dump(include={"gears", "trace"})}
+
+
+def config_from_env() -> SdsieConfig:
+    """What SDSIE_CONFIG says, or the defaults. Raises ConfigError."""
+    text = os.environ.get(CONFIG_VARIABLE)
+    if not text:
+        return SdsieConfig()
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{CONFIG_VARIABLE} is not JSON: {error.msg}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{CONFIG_VARIABLE} must be a JSON object")
+    return parse_config(values)
+
+
+def config_to_env(config: SdsieConfig) -> None:
+    """Hands `config` to this process's SGLang and to every process it starts."""
+    os.environ[CONFIG_VARIABLE] = json.dumps(flat(config))
+
+
+def is_off() -> bool:
+    """Whether SGLang should run exactly as shipped, this plugin installed or not."""
+    return os.environ.get(OFF_VARIABLE) == "1"
+
+
+def turn_off() -> None:
+    """For this process and every process it starts."""
+    os.environ[OFF_VARIABLE] = "1"

@@ -1,0 +1,116 @@
+"""`python -m sdsie_sglang.launch_server`: SGLang's server with gears.
+
+Takes every flag of SGLang's own launcher and the --sdsie-* flags. Where there is no GPU it chooses
+SGLang's CPU engine.
+"""
+
+import argparse
+import os
+import sys
+
+from sdsie_sglang.cli import add_cli_args, config_from_args
+from sdsie_sglang.config import ALGORITHM, ConfigError, SdsieConfig, config_to_env, turn_off
+from sdsie_sglang.cpu_engine import enable as enable_cpu_engine
+from sdsie_sglang.plugin import InstallError, check_install
+
+PROG = "python -m sdsie_sglang.launch_server"
+ALGORITHM_FLAG = "--speculative-algorithm"
+# float32: bf16 rounds differently for one token and for several, so that greedy answers could differ.
+CPU_DEFAULTS = {"--device": "cpu", "--dtype": "float32", "--disable-cuda-graph": None}
+
+
+def _fail(message: str) -> "SystemExit":
+    print(f"{PROG}: error: {message}", file=sys.stderr)
+    return SystemExit(2)
+
+
+def _gives(argv: list[str], flag: str) -> bool:
+    return any(arg == flag or arg.startswith(f"{flag}=") for arg in argv)
+
+
+def _value(argv: list[str], flag: str) -> str | None:
+    for i, arg in enumerate(argv):
+        if arg.startswith(f"{flag}="):
+            return arg.split("=", 1)[1]
+        if arg == flag and i + 1 < len(argv):
+            return argv[i + 1]
+    return None
+
+
+def split_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our flags, and the rest for SGLang. Raises SystemExit(2) on a malformed flag of ours."""
+    parser = argparse.ArgumentParser(prog=PROG, add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    add_cli_args(parser)
+    parser.error = lambda message: (_ for _ in ()).throw(_fail(message))  # type: ignore[method-assign]
+    ours, rest = parser.parse_known_args(argv)
+    unknown = [arg for arg in rest if arg.startswith("--sdsie-")]
+    if unknown:
+        raise _fail(f"unknown flag {unknown[0].split('=')[0]}; --help lists them")
+    return ours, rest
+
+
+def sglang_args(rest: list[str], *, off: bool, on_cpu: bool) -> list[str]:
+    """SGLang's arguments with the defaults of this launcher added where they were not given."""
+    added: list[str] = []
+    if not off and not _gives(rest, ALGORITHM_FLAG):
+        added += [ALGORITHM_FLAG, ALGORITHM]
+    if on_cpu:
+        for flag, value in CPU_DEFAULTS.items():
+            if not _gives(rest, flag):
+                added += [flag] if value is None else [flag, value]
+    return [*rest, *added]
+
+
+def _print_help() -> None:
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    load_plugins()
+    parser = argparse.ArgumentParser(prog=PROG, description=__doc__)
+    add_cli_args(parser)
+    ServerArgs.add_cli_args(parser)
+    parser.print_help()
+
+
+def main(argv: list[str]) -> None:
+    """Starts the server and serves until it is stopped. Raises SystemExit(2) on bad input."""
+    ours, rest = split_args(argv)
+    wants_help = "-h" in rest or "--help" in rest
+    try:
+        check_install()
+        config = config_from_args(ours)
+    except (ConfigError, InstallError) as error:
+        raise _fail(str(error)) from None
+    on_cpu = enable_cpu_engine()
+    if wants_help:
+        return _print_help()
+    off = getattr(ours, "sdsie_off", False)
+    serve(config, sglang_args(rest, off=off, on_cpu=on_cpu), off=off)
+
+
+def serve(config: SdsieConfig, arguments: list[str], *, off: bool) -> None:
+    """Hands over to SGLang; settings travel to its processes in the environment."""
+    algorithm = _value(arguments, ALGORITHM_FLAG)
+    if off and (algorithm or "").upper() == ALGORITHM:
+        raise _fail(f"--sdsie-off contradicts {ALGORITHM_FLAG} {ALGORITHM}")
+    turn_off() if off else config_to_env(config)
+
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    try:
+        server_args = prepare_server_args(arguments)
+        server_args.resolve_once()
+    except (ValueError, OSError, AssertionError) as error:
+        raise _fail(" ".join(str(error).split())) from None
+    try:
+        run_server(server_args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""The speculative worker: executes gears in SGLang's scheduler process."""

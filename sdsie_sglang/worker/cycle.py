@@ -1,0 +1,75 @@
+"""One decode cycle, from its launch until what it showed has reached the host."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sdsie_sglang.gears import Observation, RequestGate
+from sdsie_sglang.worker.request_state import RequestState
+
+
+class HostCopy:
+    """A device-to-host copy that nobody waits for until the numbers are read."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if values.is_cuda:
+            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._host.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._host = values
+
+    def read(self) -> list[list[float]]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.tolist()
+
+
+@dataclass(slots=True)
+class Cycle:
+    """Args:
+    number: decode cycles launched before this one, in this server.
+    k: the gear that was decided and that ran.
+    draft_passes: forward passes of the draft that ran.
+    catch_up_passes: those of them that only brought the draft's KV up to date, beyond the one
+        that every K-cycle begins with.
+    gates: the requests' gates at launch; a retracted request has a new one by now.
+    numbers: [bs, 1 + rows] float32: tokens committed, then entropies in bits of the first `rows`
+        verified positions, or of the last committed one if rows is 1.
+    """
+
+    number: int
+    k: int
+    draft_passes: int
+    catch_up_passes: int
+    rids: list[str]
+    states: list[RequestState]
+    gates: list[RequestGate]
+    numbers: HostCopy
+    observations: list[Observation] | None = None
+    committed: list[int] = field(default_factory=list)
+
+    def settle(self) -> list[Observation]:
+        """Reads the numbers, once. Waits only if the device has not finished the cycle."""
+        if self.observations is None:
+            rows = self.numbers.read()
+            self.committed = [int(row[0]) for row in rows]
+            self.observations = [
+                Observation(self.k, row[1 : 1 + committed] if len(row) > 2 else row[1:])
+                for row, committed in zip(rows, self.committed, strict=True)
+            ]
+        return self.observations
+
+    def trace_line(self) -> dict[str, Any]:
+        return {
+            "cycle": self.number,
+            "k": self.k,
+            "draft_passes": self.draft_passes,
+            "catch_up_passes": self.catch_up_passes,
+            "rids": self.rids,
+            "committed": self.committed,
+            "entropy_bits": [seen.entropy_bits[-1] for seen in self.settle()],
+        }

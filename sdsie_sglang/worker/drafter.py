@@ -1,0 +1,224 @@
+"""The draft model's side of a K-cycle: catch up, then propose K tokens.
+
+Unlike SGLang's STANDALONE, which feeds the draft token p+1 at position p, the draft here sees every
+token at its own position, the first one included. And the pass that fills its KV is not run at the
+end of a cycle but at the beginning of the next: what was missed, be it the one or two tokens of the
+last cycle, a stretch of gear 0 or a whole prompt, is one and the same operation.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.speculative.eagle_info import EagleDraftExtendInput, EagleDraftInput, EagleVerifyInput
+from sglang.srt.speculative.eagle_worker_common import (
+    build_eagle_verify_input,
+    prepare_for_draft,
+    prepare_for_draft_extend,
+)
+from sglang.srt.speculative.spec_utils import draft_tp_context
+
+from sdsie_sglang.worker.draft_history import DraftHistory, ragged_positions
+from sdsie_sglang.worker.draft_passes import DraftPassCounter
+from sdsie_sglang.worker.request_state import RequestState
+
+# After a K-cycle the draft lacks the bonus token and, if all K were accepted, the last drafted
+# one: always extending by two keeps the shape fixed. Rewriting a slot with the same token is free.
+STEADY_WIDTH = 2
+TOPK = 1
+
+
+@contextmanager
+def _borrowed(batch: Any, *names: str) -> Iterator[None]:
+    """Puts the named fields of SGLang's batch back afterwards."""
+    before = {name: getattr(batch, name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(batch, name, value)
+
+
+def _move_seq_lens(batch: Any, by: int) -> None:
+    batch.seq_lens = batch.seq_lens + by
+    if batch.seq_lens_cpu is not None:
+        batch.seq_lens_cpu = batch.seq_lens_cpu + by
+    batch.seq_lens_sum = None
+
+
+class Drafter:
+    """Args:
+    draft_worker: SGLang's StandaloneDraftWorker, which owns the model, its backends and graphs.
+    chunk_tokens: tokens of one catch-up pass at most.
+    """
+
+    def __init__(self, draft_worker: Any, target_worker: Any, history: DraftHistory, chunk_tokens: int) -> None:
+        self.history = history
+        self.passes = DraftPassCounter(draft_worker.draft_runner)
+        self.catch_up_passes = 0
+        self._draft_worker = draft_worker
+        self._runner = draft_worker.draft_runner
+        self._target_worker = target_worker
+        self._chunk_tokens = chunk_tokens
+
+    def propose(self, batch: Any, states: list[RequestState], k: int) -> EagleVerifyInput:
+        """Runs K draft passes (more if the draft fell far behind) and builds the chain to verify.
+
+        Args:
+            batch: a decode batch; seq_lens counts the tokens in the target's KV, and spec_info
+                holds the one that follows them, drawn but not yet in any KV.
+        """
+        with draft_tp_context(self._draft_worker.parallel_layout):
+            first = self._catch_up(batch, [state.missed for state in states])
+            spec: EagleDraftInput = batch.spec_info
+            spec.topk_index = first.unsqueeze(1)
+            spec.topk_p = torch.ones_like(spec.topk_index, dtype=torch.float32)
+            chain = self._decode(batch, k)
+        self._mark_window(batch, k)
+        return build_eagle_verify_input(
+            batch,
+            spec,
+            *chain,
+            target_worker=self._target_worker,
+            topk=TOPK,
+            num_steps=k,
+            num_draft_tokens=k + 1,
+            tree_mask_mode=self._draft_worker.tree_mask_mode,
+            device=batch.device,
+        )
+
+    def verified(self, batch: Any, states: list[RequestState], result: Any, draft_tokens: torch.Tensor) -> None:
+        """Remembers the last drafted token that was accepted, which the next cycle rewrites.
+
+        Args:
+            draft_tokens: [bs, K+1] int64, the verified chain, bonus of the cycle before first.
+        """
+        last = draft_tokens.gather(1, (result.accept_lens.to(torch.int64) - 1).unsqueeze(1)).squeeze(1)
+        self.history.write(batch.req_pool_indices, result.new_seq_lens.to(torch.int64) - 1, last)
+        for state in states:
+            state.missed = STEADY_WIDTH
+
+    # -- catch-up ---------------------------------------------------------------------------
+
+    def _catch_up(self, batch: Any, missed: list[int]) -> torch.Tensor:
+        """Brings the draft's KV up to the pending token; returns the first drafted token, [bs] int64."""
+        self.catch_up_passes = 0
+        pending = batch.spec_info.bonus_tokens.to(torch.int64)
+        rows = batch.req_pool_indices
+        self.history.write(rows, batch.seq_lens, pending)
+        if max(missed) <= STEADY_WIDTH:
+            return self._extend_steady(batch).argmax(dim=-1)
+        budget = max(1, self._chunk_tokens // len(missed))
+        while max(missed) > budget:
+            # Whoever has less to catch up writes one slot early, so that the batch stays whole.
+            self._extend_ragged(batch, [budget if n > budget else 1 for n in missed], missed)
+            missed = [n - budget if n > budget else n for n in missed]
+            self.catch_up_passes += 1
+        return self._extend_ragged(batch, missed, missed).argmax(dim=-1)
+
+    def _extend_steady(self, batch: Any) -> torch.Tensor:
+        """Two tokens a request, a captured graph where there is one. Returns logits [bs, vocab]."""
+        worker = self._draft_worker
+        bs = batch.seq_lens.shape[0]
+        offsets = torch.arange(-1, STEADY_WIDTH - 1, device=batch.seq_lens.device)
+        positions = (batch.seq_lens.unsqueeze(1) + offsets).flatten()
+        rows = batch.req_pool_indices.repeat_interleave(STEADY_WIDTH)
+        select = torch.arange(STEADY_WIDTH - 1, bs * STEADY_WIDTH, STEADY_WIDTH, device=positions.device)
+        graph = worker.cuda_graph_runner_for_draft_extend
+        with _borrowed(
+            batch, "seq_lens", "seq_lens_cpu", "seq_lens_sum", "input_ids", "out_cache_loc", "prefix_lens",
+            "extend_lens", "extend_num_tokens", "extend_logprob_start_lens", "forward_mode", "spec_info",
+        ):  # fmt: skip
+            _move_seq_lens(batch, -1)
+            batch.extend_logprob_start_lens = None
+            batch.out_cache_loc = slots = self.history.slots(rows, positions)
+            widths = torch.full((bs,), STEADY_WIDTH, dtype=torch.int32, device=positions.device)
+            forward_batch = prepare_for_draft_extend(
+                EagleDraftExtendInput(
+                    num_correct_drafts=widths - 1,
+                    num_accept_tokens=widths,
+                    num_tokens_per_req=STEADY_WIDTH,
+                    num_tokens_for_logprob_per_req=STEADY_WIDTH,
+                ),
+                batch,
+                self.history.tokens(rows, positions),
+                STEADY_WIDTH,
+                self._runner,
+                graph,
+                return_hidden_states_before_norm=False,
+            )
+            forward_batch.return_logprob = False
+            if graph is not None and graph.can_run_graph(forward_batch):
+                logits = graph.execute(forward_batch, select).next_token_logits
+                self.passes.add(1)
+            else:
+                logits = self._runner.forward(forward_batch).logits_output.next_token_logits[select]
+        self.history.mark(slots, valid=True)
+        return logits
+
+    def _extend_ragged(self, batch: Any, lengths: list[int], back: list[int]) -> torch.Tensor:
+        """Extends request i by `lengths[i]` tokens, the first of them `back[i]` from the end.
+
+        Returns logits [bs, vocab] of each request's last token.
+        """
+        starts_back = torch.tensor([b - n for b, n in zip(back, lengths, strict=True)], dtype=torch.int64)
+        ends = batch.seq_lens + 1 - starts_back.to(batch.seq_lens.device, non_blocking=True)
+        row, positions, _ = ragged_positions(lengths, ends)
+        rows = batch.req_pool_indices[row]
+        with _borrowed(
+            batch, "seq_lens", "seq_lens_cpu", "seq_lens_sum", "input_ids", "out_cache_loc", "prefix_lens",
+            "extend_lens", "extend_num_tokens", "extend_logprob_start_lens", "forward_mode", "spec_info",
+        ):  # fmt: skip
+            lens_cpu = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else batch.seq_lens.cpu()
+            batch.seq_lens = ends
+            batch.seq_lens_cpu = lens_cpu + 1 - starts_back
+            batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
+            batch.input_ids = self.history.tokens(rows, positions)
+            batch.out_cache_loc = slots = self.history.slots(rows, positions)
+            batch.prefix_lens = [end - n for end, n in zip(batch.seq_lens_cpu.tolist(), lengths, strict=True)]
+            batch.extend_lens, batch.extend_num_tokens = list(lengths), sum(lengths)
+            batch.extend_logprob_start_lens = None
+            batch.forward_mode = ForwardMode.EXTEND
+            batch.spec_info = EagleDraftExtendInput(num_tokens_per_req=1, num_tokens_for_logprob_per_req=1)
+            forward_batch = ForwardBatch.init_new(
+                batch,
+                self._runner,
+                capture_hidden_mode=CaptureHiddenMode.NULL,
+                return_hidden_states_before_norm=False,
+            )
+            forward_batch.return_logprob = False
+            logits = self._runner.forward(forward_batch).logits_output.next_token_logits
+        self.history.mark(slots, valid=True)
+        return logits
+
+    # -- proposal ---------------------------------------------------------------------------
+
+    def _decode(self, batch: Any, k: int) -> tuple[Any, ...]:
+        """K - 1 draft passes from the first drafted token on; a captured graph where there is one."""
+        worker = self._draft_worker
+        with _borrowed(batch, "seq_lens", "seq_lens_cpu", "seq_lens_sum", "out_cache_loc"):
+            _move_seq_lens(batch, 1)  # the pending token is in the draft's KV by now
+            forward_batch, can_run_graph, _ = prepare_for_draft(
+                batch.spec_info,
+                worker.req_to_token_pool,
+                batch,
+                worker.cuda_graph_runner,
+                self._runner,
+                TOPK,
+                k,
+            )
+        if can_run_graph:
+            self.passes.add(k - 1)
+            return worker.cuda_graph_runner.execute(forward_batch)
+        if k > 1:
+            worker.draft_attn_backend.init_forward_metadata(forward_batch)
+            forward_batch.mark_forward_metadata_ready()
+        return worker.draft_forward(forward_batch)
+
+    def _mark_window(self, batch: Any, k: int) -> None:
+        """Slots of the drafted tokens: all but the last drafted one are in the draft's KV now."""
+        rows, seq_lens = batch.req_pool_indices, batch.seq_lens
+        for offset in range(1, k + 1):
+            self.history.mark(self.history.slots(rows, seq_lens + offset), valid=offset < k)

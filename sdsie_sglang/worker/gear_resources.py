@@ -1,0 +1,97 @@
+"""What each gear needs prepared: attention backends and CUDA graphs, built once at start.
+
+SGLang already bundles them as a SpecRuntimeState and swaps a whole bundle at once. Gear K takes
+SGLang's own bundle for K steps, except that the pass which updates the draft's KV is two tokens
+wide for every K and so shared by all of them. Gear 0's bundle holds an ordinary decode graph.
+"""
+
+import dataclasses
+import logging
+import time
+from typing import Any
+
+from sglang.srt.environ import envs
+from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
+from sglang.srt.speculative.adaptive_runtime_state import SpecRuntimeState
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.utils.common import get_available_gpu_memory
+
+from sdsie_sglang.worker.drafter import STEADY_WIDTH
+
+logger = logging.getLogger(__name__)
+
+# SGLang logs each swap of a bundle at INFO; with a gate that is several lines a second.
+SWAP_LOGGER = "sglang.srt.speculative.eagle_worker_v2"
+
+
+def _is_not_a_swap(record: logging.LogRecord) -> bool:
+    return "Switch adaptive runtime state" not in str(record.msg)
+
+
+def silence_swaps() -> None:
+    logging.getLogger(SWAP_LOGGER).addFilter(_is_not_a_swap)
+
+
+def build_gears(worker: Any, gears: tuple[int, ...], graphs: bool) -> dict[int, SpecRuntimeState]:
+    """Builds every gear's bundle, and logs what each cost.
+
+    Args:
+        worker: the speculative worker, its start-up graphs not yet captured for any gear.
+        gears: ascending, 0 first.
+        graphs: whether CUDA graphs are captured.
+    """
+    bundles: dict[int, SpecRuntimeState] = {}
+    extend = _build_steady_extend(worker)
+    for k in gears:
+        started, free_gb = time.perf_counter(), get_available_gpu_memory(worker.device, worker.gpu_id)
+        if k == 0:
+            bundle = _build_plain(worker, graphs)
+        else:
+            with envs.SGLANG_DISABLE_DRAFT_EXTEND_CUDA_GRAPH.override(True):
+                bundle = worker.build_adaptive_runtime_state(k, k + 1)
+        bundles[k] = dataclasses.replace(bundle, **extend)
+        used_gb = free_gb - get_available_gpu_memory(worker.device, worker.gpu_id)
+        logger.info(
+            "sdsie: gear %d prepared in %.1f s, %.2f GB", k, time.perf_counter() - started, used_gb
+        )
+    return bundles
+
+
+def _build_steady_extend(worker: Any) -> dict[str, Any]:
+    draft_worker = worker.draft_worker
+    with worker._override_worker_state(STEADY_WIDTH - 1, STEADY_WIDTH):
+        draft_worker.init_attention_backend()
+        draft_worker._capture_cuda_graphs()
+        return {
+            "draft_extend_attn_backend": draft_worker.draft_extend_attn_backend,
+            "cuda_graph_runner_for_draft_extend": draft_worker.cuda_graph_runner_for_draft_extend,
+        }
+
+
+def _build_plain(worker: Any, graphs: bool) -> SpecRuntimeState:
+    runner = worker.target_worker.model_runner
+    workspace = runner.init_new_workspace
+    try:  # a backend of its own: another one's init_cuda_graph_state would free the verify graph's buffers
+        backend = runner._get_attention_backend(init_new_workspace=True)
+    finally:
+        runner.init_new_workspace = workspace
+    graph = None
+    if graphs:
+        # The runner captures TARGET_VERIFY only because its model runner says it is speculative.
+        algorithm, runner.spec_algorithm = runner.spec_algorithm, SpeculativeAlgorithm.NONE
+        try:
+            graph = DecodeCudaGraphRunner(
+                runner, attn_backend=backend, speculative_num_steps=0, speculative_num_draft_tokens=1
+            )
+        finally:
+            runner.spec_algorithm = algorithm
+    return SpecRuntimeState(
+        speculative_num_steps=0,
+        speculative_num_draft_tokens=1,
+        draft_attn_backend=None,
+        cuda_graph_runner=None,
+        target_attn_backend=backend,
+        target_graph_runner=graph,
+        draft_extend_attn_backend=None,
+        cuda_graph_runner_for_draft_extend=None,
+    )

@@ -1,0 +1,47 @@
+"""What this project keeps for one request, attached to SGLang's own request object.
+
+It is born at prefill and goes when the request goes: finish, abort and retraction need no list of
+ours to be cleaned.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from sdsie_sglang.gears import Policy, RequestGate
+from sdsie_sglang.telemetry.request_stats import RequestStats
+
+_ATTRIBUTE = "sdsie_state"
+
+
+@dataclass(slots=True)
+class RequestState:
+    """Args:
+    gate: the policy's state for this request.
+    policy: the policy that made `gate`; another one in force means a new gate.
+    covered: leading tokens whose draft KV was valid when prefill began.
+    missed: trailing tokens, the pending one included, that the draft has not seen. Exact on the
+        host, also with overlap scheduling: a gear-0 cycle adds one, a K-cycle leaves at most two.
+    prefilled: prompt tokens that the target has seen so far; tells a next chunk from a new start.
+    retractions: how often SGLang had taken the request's KV away when the gate was made.
+    """
+
+    gate: RequestGate
+    policy: Policy
+    covered: int = 0
+    missed: int = 0
+    prefilled: int = 0
+    retractions: int = 0
+    stats: RequestStats = field(default_factory=RequestStats)
+
+
+def state_of(req: Any) -> RequestState:
+    """The state of a request that has been prefilled."""
+    return getattr(req, _ATTRIBUTE)
+
+
+def find_state(req: Any) -> RequestState | None:
+    return getattr(req, _ATTRIBUTE, None)
+
+
+def attach(req: Any, state: RequestState) -> None:
+    setattr(req, _ATTRIBUTE, state)

@@ -1,0 +1,207 @@
+"""The speculative worker that SGLang's scheduler drives."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.runtime_context import get_exec, get_memory, get_observability, get_parallel, get_schedule
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.eagle_info import EagleDraftInput
+from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
+
+from sdsie_sglang.config import config_from_env
+from sdsie_sglang.kernels.entropy import entropy_bits
+from sdsie_sglang.patches.raw_logits import raw_logits_of
+from sdsie_sglang.telemetry.metrics import open_metrics
+from sdsie_sglang.telemetry.trace import open_trace
+from sdsie_sglang.worker.cycle import Cycle, HostCopy
+from sdsie_sglang.worker.draft_history import DraftHistory
+from sdsie_sglang.worker.drafter import Drafter
+from sdsie_sglang.worker.gate import Gate
+from sdsie_sglang.worker.gear_resources import build_gears, silence_swaps
+from sdsie_sglang.worker.plain_decode import decode_plain
+from sdsie_sglang.worker.request_state import RequestState, attach, find_state, state_of
+
+logger = logging.getLogger(__name__)
+
+
+class GearNotExecuted(RuntimeError):
+    """What ran is not what was decided. A run that goes on after this would measure a fiction."""
+
+
+class SdsieWorker(StandaloneWorkerV2):
+    """Decides a gear for each decode cycle and runs that gear and nothing else."""
+
+    def __init__(self, server_args: ServerArgs, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
+        super().__init__(server_args, gpu_id, nccl_port, target_worker)
+        config = config_from_env()
+        parallel = get_parallel()
+        self._graphs = torch.device(self.device).type == "cuda" and not get_exec().graph.disable_cuda_graph
+        labels = {
+            "model_name": server_args.served_model_name or server_args.model_path,
+            "tp_rank": str(parallel.tp_rank),
+            "dp_rank": str(parallel.dp_rank or 0),
+        }
+        first_rank = parallel.tp_rank == 0
+        self.gate = Gate(
+            config.policy,
+            config.built_gears(graphs=self._graphs),
+            lag=1 if get_schedule().disable_overlap_schedule else 2,
+            trace=open_trace(config.trace, writes=first_rank),
+            metrics=open_metrics(enabled=get_observability().enable_metrics and first_rank, labels=labels),
+        )
+        silence_swaps()
+
+    def init_cuda_graphs(self) -> None:
+        """Called by SGLang once pools and backends exist."""
+        super().init_cuda_graphs()
+        self._bundles = build_gears(self, self.gate.gears, self._graphs)
+        kv_slots = self._target_worker.model_runner.token_to_kv_pool.size + self.page_size
+        self.drafter = Drafter(
+            self._draft_worker,
+            self._target_worker,
+            DraftHistory(
+                self.req_to_token_pool.req_to_token,
+                0 if get_memory().disable_radix_cache else kv_slots,
+            ),
+            chunk_tokens=get_schedule().chunked_prefill_size or 8192,
+        )
+        self._stub_topk = (
+            torch.zeros((self.req_to_token_pool.size, 1), dtype=torch.float32, device=self.device),
+            torch.zeros((self.req_to_token_pool.size, 1), dtype=torch.int64, device=self.device),
+        )
+
+    @property
+    def last_shared_read_runner(self) -> Any:
+        """The last phase of every cycle that reads the scheduler's buffers is the target's."""
+        return self._target_worker.model_runner
+
+    def forward_batch_generation(
+        self,
+        batch: Any,
+        on_publish: Callable[[torch.Tensor], None] | None = None,
+        grammar_barrier: Callable[[], None] | None = None,
+        pp_proxy_tensors: Any = None,
+    ) -> GenerationBatchResult:
+        """One prefill, or one decode cycle in the gear that the gate decides."""
+        if batch.forward_mode.is_extend():
+            return self._prefill(batch, on_publish)
+        states = [state_of(req) for req in batch.reqs]
+        k = self.gate.next_gear(states)
+        self._shift(k)
+        return self._run_cycle(batch, states, k, on_publish, grammar_barrier)
+
+    def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
+        """SGLang processes the oldest cycle's result: its numbers are on the host by now."""
+        self.gate.settle_oldest()
+
+    # -- phases -----------------------------------------------------------------------------
+
+    def _prefill(
+        self, batch: Any, on_publish: Callable[[torch.Tensor], None] | None
+    ) -> GenerationBatchResult:
+        """The target alone. The draft sees the prompt when it is first engaged."""
+        states = [self._begin(req) for req in batch.reqs]
+        self._target_worker.model_runner.shared_read_done_event = None
+        result = self._target_worker.forward_batch_generation(
+            batch, capture_hidden_mode=None if batch.return_hidden_states else CaptureHiddenMode.NULL
+        )
+        result.new_seq_lens = batch.seq_lens
+        if on_publish is not None:
+            on_publish(result.new_seq_lens)
+        self.drafter.history.prefilled(batch, states)
+        result.next_draft_input = self._pending(result.next_token_ids)
+        return result
+
+    def _begin(self, req: Any) -> RequestState:
+        state = find_state(req)
+        if state is None:
+            state = self.gate.new_state()
+            attach(req, state)
+        elif state.retractions != req.retraction_count:
+            self.gate.restart(state)
+            state.prefilled = 0
+        state.retractions = req.retraction_count
+        return state
+
+    def _shift(self, k: int) -> None:
+        self.apply_runtime_state(self._bundles[k])
+
+    def _run_cycle(
+        self,
+        batch: Any,
+        states: list[RequestState],
+        k: int,
+        on_publish: Callable[[torch.Tensor], None] | None,
+        grammar_barrier: Callable[[], None] | None,
+    ) -> GenerationBatchResult:
+        """Runs gear `k` as far as the worker was shifted, and fails if that is not what ran."""
+        passes_before = self.drafter.passes.total
+        self._target_worker.model_runner.shared_read_done_event = None
+        if self.speculative_num_steps == 0:
+            result, entropies = decode_plain(
+                batch, states, self._target_worker, self.drafter.history, on_publish, grammar_barrier
+            )
+            bonus = result.next_token_ids
+            catch_up_passes = 0
+        else:
+            result, entropies = self._run_speculative(batch, states, on_publish, grammar_barrier)
+            bonus = result.next_draft_input.bonus_tokens
+            catch_up_passes = self.drafter.catch_up_passes
+        result.next_draft_input = self._pending(bonus)
+        draft_passes = self.drafter.passes.total - passes_before
+        if draft_passes != k + catch_up_passes or result.speculative_num_draft_tokens != k + 1:
+            raise GearNotExecuted(
+                f"gear {k} was decided, but {draft_passes} draft passes ran ({catch_up_passes} to catch up) "
+                f"and {result.speculative_num_draft_tokens} tokens a request were verified"
+            )
+        self.gate.launched(
+            Cycle(
+                number=self.gate.cycles - 1,
+                k=k,
+                draft_passes=draft_passes,
+                catch_up_passes=catch_up_passes,
+                rids=[req.rid for req in batch.reqs],
+                states=states,
+                gates=[state.gate for state in states],
+                numbers=HostCopy(
+                    torch.cat([result.accept_lens.unsqueeze(1), entropies.view(len(states), -1)], dim=1)
+                ),
+            )
+        )
+        return result
+
+    def _run_speculative(
+        self,
+        batch: Any,
+        states: list[RequestState],
+        on_publish: Callable[[torch.Tensor], None] | None,
+        grammar_barrier: Callable[[], None] | None,
+    ) -> tuple[GenerationBatchResult, torch.Tensor]:
+        """Draft, verify, publish. Entropies are [bs] or, where the policy folds all, [bs, K+1] bits."""
+        k = self.speculative_num_steps
+        batch.spec_info = verify_input = self.drafter.propose(batch, states, k)
+        rows, seq_lens = batch.req_pool_indices, batch.seq_lens
+        result = self.verify(batch, grammar_barrier=grammar_barrier)
+        if on_publish is not None:
+            on_publish(result.new_seq_lens)
+        logits = raw_logits_of(result.logits_output)
+        if self.gate.settings.fold == "all":
+            entropies = entropy_bits(logits)
+        else:
+            first = torch.arange(len(states), device=logits.device) * (k + 1)
+            entropies = entropy_bits(logits, first + result.accept_lens.to(torch.int64) - 1)
+        batch.req_pool_indices, batch.seq_lens = rows, seq_lens
+        self.drafter.verified(batch, states, result, verify_input.draft_token.view(len(states), k + 1))
+        return result, entropies
+
+    def _pending(self, bonus_tokens: torch.Tensor) -> EagleDraftInput:
+        """What SGLang carries to the next cycle: the drawn token. It slices the top-k fields when a
+        batch changes without overlap, so they are given a shape; nothing reads their values."""
+        n = bonus_tokens.shape[0]
+        return EagleDraftInput(
+            bonus_tokens=bonus_tokens, topk_p=self._stub_topk[0][:n], topk_index=self._stub_topk[1][:n]
+        )
