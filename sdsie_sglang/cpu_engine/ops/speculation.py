@@ -77,22 +77,25 @@ def _write_links(parents: list[int], next_token: Tensor, next_sibling: Tensor) -
 
 @op(
     "verify_tree_greedy_cpu(Tensor(a!) predicts, Tensor(b!) accept_index, "
-    "Tensor(c!) accept_token_num, Tensor candidates, Tensor retrieve_index, "
-    "Tensor retrieve_next_token, Tensor retrieve_next_sibling, Tensor target_predict) -> ()"
+    "Tensor(c!) accept_token_num, Tensor candidates, Tensor retrive_index, "
+    "Tensor retrive_next_token, Tensor retrive_next_sibling, Tensor target_predict) -> ()"
 )
 def verify_tree_greedy_cpu(
     predicts: Tensor,  # (bs * n,) token after each accepted node
     accept_index: Tensor,  # (bs, depth) rows of the accepted nodes, -1 after them
     accept_token_num: Tensor,  # (bs,) accepted drafts, the root not counted
     candidates: Tensor,  # (bs, n) draft tokens
-    retrieve_index: Tensor,  # (bs, n)
-    retrieve_next_token: Tensor,  # (bs, n)
-    retrieve_next_sibling: Tensor,  # (bs, n)
+    retrive_index: Tensor,  # (bs, n)
+    retrive_next_token: Tensor,  # (bs, n)
+    retrive_next_sibling: Tensor,  # (bs, n)
     target_predict: Tensor,  # (bs, n) the target's token after each node
 ) -> None:
-    """Walk each tree from its root along the children that the target agrees with."""
-    rows, tokens = retrieve_index.tolist(), candidates.tolist()
-    children, siblings = retrieve_next_token.tolist(), retrieve_next_sibling.tolist()
+    """Walk each tree from its root along the children that the target agrees with.
+
+    `retrive_*` is how SGLang spells these arguments when it names them here.
+    """
+    rows, tokens = retrive_index.tolist(), candidates.tolist()
+    children, siblings = retrive_next_token.tolist(), retrive_next_sibling.tolist()
     target = target_predict.reshape(-1).tolist()
     for b in range(len(tokens)):
         row, node, accepted = rows[b][0], 0, 0
