@@ -1,10 +1,23 @@
-"""Decode and extend attention over the paged KV pool."""
+"""Decode and extend attention over the paged KV pool.
+
+A plain decode asks for one row (a query token) of a request, a verify for K+1, an extend for as many as are
+new. Up to MAX_ROWS of them are computed so that a row's result is the same, bit for bit, whatever other rows
+come with it: every row is its own batch entry, over a span of whole chunks that its slot alone decides.
+Products of the same shape then run in the same order, and what is masked contributes exact zeros. (A tree's
+rows skip their cousins' slots, so there only rounding is left to differ.) Longer extends are computed as
+blocks, which is faster and rounds differently.
+"""
+
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .registry import op
+
+CHUNK = 64  # positions; a product over a span that isn't a multiple of the vector width rounds differently
+MAX_ROWS = 256  # new tokens of one request up to which rows are independent
 
 
 @op(
@@ -24,25 +37,25 @@ def decode_attention_cpu(
     v: Tensor | None,
     loc: Tensor,  # (bs,)
     attn_logits: Tensor,
-    req_to_token: Tensor,  # (rows, positions)
-    req_pool_indices: Tensor,  # (bs,)
+    req_to_token: Tensor,  # (rows, positions) slot of each position
+    req_pool_indices: Tensor,  # (bs,) rows of req_to_token
     seq_lens: Tensor,  # (bs,) this token counted
     scale: float,
-    logit_cap: float,
+    logit_cap: float,  # 0: none
     is_cross: bool,
-    window: int,
+    window: int,  # positions that a token sees, itself counted; 0: all
     encoder_lens: Tensor | None,
     sinks: Tensor | None,
 ) -> None:
     """One token a request attends to the request's whole sequence, itself included."""
-    _refuse(is_cross, encoder_lens, sinks)
+    _refuse(k_buffer, is_cross, encoder_lens, sinks)
     if k is not None and v is not None:
         k_buffer[loc] = k.reshape(-1, *k_buffer.shape[1:])
         v_buffer[loc] = v.reshape(-1, *v_buffer.shape[1:])
     for i, (row, length) in enumerate(zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True)):
-        first = max(0, length - window) if window > 0 else 0
-        slots = req_to_token[row, first:length]
-        _attend(q[i : i + 1], k_buffer[slots], v_buffer[slots], None, scale, logit_cap, o[i : i + 1])
+        slots = req_to_token[row, :length]
+        visible = _visible(1, length, None, window, is_causal=True)
+        _attend_rows(q[i : i + 1], k_buffer, v_buffer, slots, visible, scale, logit_cap, window, o[i : i + 1])
 
 
 @op(
@@ -73,59 +86,127 @@ def extend_attention_cpu(
     window: int,
     encoder_lens: Tensor | None,
     sinks: Tensor | None,
-    tree_mask: Tensor | None,  # flat, n * n a request; None: causal
+    tree_mask: Tensor | None,  # flat bool, new * new a request, True: sees; None: a chain
     is_causal: bool,
 ) -> None:
     """Each request's new tokens attend to its prefix and, causally or by the tree, to one another."""
-    _refuse(is_cross, encoder_lens, sinks)
+    _refuse(k_buffer, is_cross, encoder_lens, sinks)
     offset = 0
-    rows = zip(
+    requests = zip(
         req_pool_indices.tolist(),
         seq_lens.tolist(),
         extend_seq_lens.tolist(),
         extend_start_loc.tolist(),
         strict=True,
     )
-    for row, length, new, start in rows:
-        prefix = length - new
+    for row, length, new, start in requests:
         slots = req_to_token[row, :length]
-        mask = torch.ones(new, length, dtype=torch.bool)
+        tree = None
         if tree_mask is not None:
-            mask[:, prefix:] = tree_mask[offset : offset + new * new].view(new, new)
+            tree = tree_mask[offset : offset + new * new].view(new, new)
             offset += new * new
-        elif is_causal:
-            mask.tril_(prefix)
-        if window > 0:
-            mask &= torch.ones_like(mask).triu_(prefix - window + 1)
-        part = slice(start, start + new)
-        _attend(q[part], k_buffer[slots], v_buffer[slots], mask, scale, logit_cap, o[part])
+        visible = _visible(new, length, tree, window, is_causal)
+        queries, out = q[start : start + new], o[start : start + new]
+        if new <= MAX_ROWS and is_causal:
+            _attend_rows(queries, k_buffer, v_buffer, slots, visible, scale, logit_cap, window, out)
+        else:
+            _attend_block(queries, k_buffer, v_buffer, slots, visible, scale, logit_cap, out)
 
 
-def _refuse(is_cross: bool, encoder_lens: Tensor | None, sinks: Tensor | None) -> None:
+def _refuse(k_buffer: Tensor, is_cross: bool, encoder_lens: Tensor | None, sinks: Tensor | None) -> None:
     if is_cross or encoder_lens is not None:
         raise NotImplementedError("this project's CPU ops have no cross-attention")
     if sinks is not None:
         raise NotImplementedError("this project's CPU ops have no attention sinks")
+    if k_buffer.dtype == torch.float8_e4m3fn:
+        raise NotImplementedError("this project's CPU ops have no 8-bit KV cache: use --kv-cache-dtype auto")
 
 
-def _attend(
+def _visible(new: int, length: int, tree: Tensor | None, window: int, is_causal: bool) -> Tensor:
+    """(new, length): whether each of the last `new` slots sees a slot."""
+    prefix = length - new
+    visible = torch.ones(new, length, dtype=torch.bool)
+    position = torch.arange(prefix, length)
+    if tree is not None:
+        visible[:, prefix:] = tree
+        position = prefix + tree.sum(-1) - 1
+    elif is_causal:
+        visible.tril_(prefix)
+    if window > 0:
+        visible[:, :prefix] &= torch.arange(prefix) > position.unsqueeze(1) - window
+        if tree is None:
+            visible[:, prefix:] &= torch.arange(prefix, length) > position.unsqueeze(1) - window
+    return visible
+
+
+def _attend_rows(
+    q: Tensor,  # (m, H, D) the last m of the sequence
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    slots: Tensor,  # (n,)
+    visible: Tensor,  # (m, n)
+    scale: float,
+    logit_cap: float,
+    window: int,
+    out: Tensor,  # (m, H, D)
+) -> None:
+    """softmax(scale q k^T) v in float32, each row by itself."""
+    length = slots.numel()
+    for rows, span in _spans(q.shape[0], length, window):
+        stop = min(span.stop, length)
+        padding = span.stop - stop
+        part = F.pad(
+            slots[span.start : stop], (0, padding)
+        )  # slot 0 is SGLang's dummy: finite, and masked here
+        hidden = F.pad(~visible[rows, span.start : stop], (0, padding), value=True)
+        bias = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf")).unsqueeze(1).unsqueeze(1)
+        keys, values = (
+            buffer[part].float().transpose(0, 1) for buffer in (k_buffer, v_buffer)
+        )  # (Hkv, n, D)
+        grouped = q[rows].float().unflatten(1, (keys.shape[0], -1))  # (m, Hkv, H / Hkv, D)
+        keys, values = keys.expand(len(grouped), -1, -1, -1), values.expand(len(grouped), -1, -1, -1)
+        out[rows] = _attend(grouped, keys, values, bias, scale, logit_cap).flatten(1, 2).to(out.dtype)
+
+
+def _spans(new: int, length: int, window: int) -> Iterator[tuple[slice, slice]]:
+    """Consecutive rows whose spans of chunks are equal, and that span."""
+    prefix = length - new
+
+    def span_of(slot: int) -> tuple[int, int]:
+        oldest = max(0, slot + 1 - window) if window > 0 else 0
+        return oldest // CHUNK * CHUNK, (slot // CHUNK + 1) * CHUNK
+
+    first = 0
+    for row in range(1, new + 1):
+        if row == new or span_of(prefix + row) != span_of(prefix + first):
+            yield slice(first, row), slice(*span_of(prefix + first))
+            first = row
+
+
+def _attend_block(
     q: Tensor,  # (m, H, D)
-    k: Tensor,  # (n, Hkv, D)
-    v: Tensor,
-    mask: Tensor | None,  # (m, n)
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    slots: Tensor,  # (n,)
+    visible: Tensor,  # (m, n)
     scale: float,
     logit_cap: float,
     out: Tensor,  # (m, H, D)
 ) -> None:
-    """softmax(scale q k^T) v in float32; with logit_cap, the scores are cap * tanh(scores / cap)."""
-    group = q.shape[1] // k.shape[1]
-    qs, ks, vs = (t.transpose(0, 1).unsqueeze(0).float() for t in (q, k, v))
-    if logit_cap > 0:
-        ks, vs = ks.repeat_interleave(group, 1), vs.repeat_interleave(group, 1)
-        scores = logit_cap * torch.tanh(scale * (qs @ ks.transpose(-1, -2)) / logit_cap)
-        if mask is not None:
-            scores = scores.masked_fill(~mask, float("-inf"))
-        result = scores.softmax(-1) @ vs
-    else:
-        result = F.scaled_dot_product_attention(qs, ks, vs, attn_mask=mask, scale=scale, enable_gqa=group > 1)
+    """softmax(scale q k^T) v in float32, all rows in one product."""
+    keys, values = (
+        buffer.index_select(0, slots).float().transpose(0, 1) for buffer in (k_buffer, v_buffer)
+    )  # (Hkv, n, D)
+    group = q.shape[1] // keys.shape[0]
+    keys, values = (t.repeat_interleave(group, 0).unsqueeze(0) for t in (keys, values))
+    bias = torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))
+    result = _attend(q.float().transpose(0, 1).unsqueeze(0), keys, values, bias, scale, logit_cap)
     out.copy_(result.squeeze(0).transpose(0, 1))
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, logit_cap: float) -> Tensor:
+    """Attention; with logit_cap, the scores are cap * tanh(scores / cap)."""
+    if logit_cap <= 0:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
+    scores = logit_cap * torch.tanh(scale * (q @ k.transpose(-1, -2)) / logit_cap) + bias
+    return scores.softmax(-1) @ v
