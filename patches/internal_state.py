@@ -1,13 +1,46 @@
-"""The policy of a running server, read and changed through SGLang's own internal-state route."""
+"""The policy of a running server, read and changed through SGLang's own internal-state route.
 
+That route carries names with numbers. A setting that is a number is `sdsie.k: 3`; one that is a
+word carries it in its name, `sdsie.policy=entropy: 1`. A change is a whole new policy: settings
+that it does not name have their defaults.
+"""
+
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from sdsie_sglang.config import ConfigError, parse_policy
 from sdsie_sglang.gears import PolicySettings
+from sdsie_sglang.gears.settings import unprepared
 from sdsie_sglang.patches.hook import Hook, Kind
 
+logger = logging.getLogger(__name__)
+
 KEY = "sdsie"
+PREFIX = "sdsie."
+
+
+def encode_update(settings: dict[str, Any]) -> dict[str, float]:
+    """Policy settings as the route carries them."""
+    return {
+        f"{PREFIX}{name}={value}" if isinstance(value, str) else f"{PREFIX}{name}": 1
+        if isinstance(value, str)
+        else value
+        for name, value in settings.items()
+    }
+
+
+def split_update(server_args: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Our settings by their own names, and what is left for SGLang."""
+    ours: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
+    for key, value in server_args.items():
+        if not key.startswith(PREFIX):
+            rest[key] = value
+            continue
+        name, has_text, text = key.removeprefix(PREFIX).partition("=")
+        ours[name] = text if has_text else value
+    return ours, rest
 
 
 def _gate_of(scheduler: Any) -> Any | None:
@@ -23,60 +56,56 @@ def report(result: Any, controller: Any, recv_req: Any) -> Any:
     return result
 
 
-class PolicyUpdate:
-    """SGLang's two-step update handler: validate everything first, then apply."""
+def change_policy(original: Callable[..., Any], controller: Any, recv_req: Any) -> Any:
+    """Takes our settings out of the request; all of it is applied, or nothing."""
+    from sglang.srt.managers.io_struct import SetInternalStateReq, SetInternalStateReqOutput
 
-    def __init__(self, scheduler: Any) -> None:
-        self._scheduler = scheduler
-
-    def validate(self, key: str, value: Any) -> None:
-        from sglang.srt.managers.scheduler_components.internal_state import UpdateRejected
-
-        gate = _gate_of(self._scheduler)
-        if gate is None:
-            raise UpdateRejected("this server does not run the SDSIE algorithm")
-        try:
-            problem = gate.check(parse_policy(value))
-        except ConfigError as error:
-            problem = str(error)
-        if problem is not None:
-            raise UpdateRejected(f"sdsie: {problem}")
-
-    def apply(self, key: str, value: Any) -> None:
-        _gate_of(self._scheduler).change(parse_policy(value))  # type: ignore[union-attr]
-
-
-def add_handler(result: dict[str, Any], controller: Any) -> dict[str, Any]:
-    return {**result, KEY: PolicyUpdate(controller.scheduler)}
+    ours, rest = split_update(recv_req.server_args)
+    if not ours:
+        return original(controller, recv_req)
+    gate = _gate_of(controller.scheduler)
+    try:
+        problem = "this server does not run the SDSIE algorithm" if gate is None else None
+        settings = parse_policy(ours)
+        problem = problem or gate.check(settings)  # type: ignore[union-attr]
+    except ConfigError as error:
+        problem = str(error)
+    if problem is not None:
+        logger.warning("sdsie: policy not changed: %s", problem)
+        return SetInternalStateReqOutput(updated=False)
+    if rest and not original(controller, SetInternalStateReq(server_args=rest)).updated:
+        return SetInternalStateReqOutput(updated=False)
+    gate.change(settings)  # type: ignore[union-attr]
+    return SetInternalStateReqOutput(updated=True)
 
 
 async def refuse_bad_policy(original: Callable[..., Any], manager: Any, obj: Any) -> Any:
     """Answers a bad change with a 400 that says why; SGLang alone would answer 200 and [false]."""
     from fastapi import HTTPException
 
-    requested = (obj.server_args or {}).get(KEY)
-    if requested is not None:
-        problem = await _problem_with(manager, requested)
-        if problem is not None:
-            raise HTTPException(status_code=400, detail=f"sdsie: {problem}")
+    ours, _ = split_update(obj.server_args)
+    problem = await _problem_with(manager, ours) if ours else None
+    if problem is not None:
+        raise HTTPException(status_code=400, detail=f"sdsie: {problem}")
     updated = await original(manager, obj)
-    if requested is not None and not all(updated):
-        raise HTTPException(status_code=400, detail="sdsie: rejected, nothing was changed; see the server's log")
+    if ours and not all(updated):
+        raise HTTPException(
+            status_code=400, detail="sdsie: rejected, nothing was changed; see the server's log"
+        )
     return updated
 
 
-async def _problem_with(manager: Any, requested: Any) -> str | None:
+async def _problem_with(manager: Any, ours: dict[str, Any]) -> str | None:
     try:
-        settings: PolicySettings = parse_policy(requested)
+        settings: PolicySettings = parse_policy(ours)
     except ConfigError as error:
         return str(error)
     for state in await manager.get_internal_state():
         gate = (state.get(KEY) or {}).get("gate")
         if gate is None:
             return "this server does not run the SDSIE algorithm"
-        missing = sorted(set(settings.gears) - set(gate["gears"]))
-        if missing:
-            return f"gears {missing} were not prepared at start (there are {gate['gears']}); see --sdsie-gears"
+        if problem := unprepared(settings, gate["gears"]):
+            return problem
     return None
 
 
@@ -91,14 +120,14 @@ REPORT = Hook(
     upstream="none",
     remove_when="a speculative worker may contribute to internal_states",
 )
-HANDLERS = Hook(
-    target=f"{_CONTROLLER}._update_handlers",
-    kind=Kind.AFTER,
-    function=add_handler,
-    parameters=("self",),
+CHANGE = Hook(
+    target=f"{_CONTROLLER}.set_internal_state",
+    kind=Kind.AROUND,
+    function=change_policy,
+    parameters=("self", "recv_req"),
     why="/set_internal_state changes the policy of a running server",
     upstream="none",
-    remove_when="update handlers can be registered",
+    remove_when="update handlers can be registered and take more than numbers",
 )
 REFUSE = Hook(
     target="sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.set_internal_state",

@@ -8,6 +8,6 @@ HOOKS: tuple[Hook, ...] = (
     meta_info.STREAMER,
     meta_info.META_INFO,
     internal_state.REPORT,
-    internal_state.HANDLERS,
+    internal_state.CHANGE,
     internal_state.REFUSE,
 )

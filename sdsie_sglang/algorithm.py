@@ -80,7 +80,7 @@ def _refusals(args: Any, config: SdsieConfig) -> list[tuple[bool, str]]:
     return [
         (
             args.speculative_draft_model_path is None,
-            "a draft model is missing: give --speculative-draft-model-path a model with the target's tokenizer",
+            "a draft model is missing: --speculative-draft-model-path PATH, with the target's tokenizer",
         ),
         (
             (args.speculative_eagle_topk or 1) != 1,
@@ -90,13 +90,22 @@ def _refusals(args: Any, config: SdsieConfig) -> list[tuple[bool, str]]:
             steps is not None and steps != config.policy.k,
             f"--speculative-num-steps {steps} contradicts K={config.policy.k}: use --sdsie-k instead",
         ),
-        (bool(args.speculative_adaptive), "leave out --speculative-adaptive: --sdsie-policy chooses the steps"),
+        (
+            bool(args.speculative_adaptive),
+            "leave out --speculative-adaptive: --sdsie-policy chooses the steps",
+        ),
         (
             bool(args.speculative_use_rejection_sampling),
-            "leave out --speculative-use-rejection-sampling: the gears verify sampled text against the target already",
+            "leave out --speculative-use-rejection-sampling: sampled text is verified without it",
         ),
-        (args.pp_size > 1, "gears do not run with pipeline parallelism: use --pp-size 1 and --tp-size instead"),
-        (bool(args.enable_dp_attention), "gears do not run with DP attention: leave out --enable-dp-attention"),
+        (
+            args.pp_size > 1,
+            "gears do not run with pipeline parallelism: use --pp-size 1 and --tp-size instead",
+        ),
+        (
+            bool(args.enable_dp_attention),
+            "gears do not run with DP attention: leave out --enable-dp-attention",
+        ),
         (bool(args.enable_lora), "gears do not run with LoRA adapters: merge the adapter into the model"),
         (
             args.disaggregation_mode not in (None, "null"),
@@ -113,10 +122,16 @@ def check_draft(target: str, draft: str) -> None:
             raise ConfigError(f"the {role} model {path} is not a folder")
     sizes = [_read_json(path, "config.json").get("vocab_size") for path in (target, draft)]
     if None not in sizes and sizes[0] != sizes[1]:
-        raise ConfigError(f"the draft's vocabulary has {sizes[1]} tokens and the target's {sizes[0]}: they must match")
-    vocabularies = [_read_json(path, "tokenizer.json").get("model", {}).get("vocab") for path in (target, draft)]
+        raise ConfigError(
+            f"the draft's vocabulary has {sizes[1]} tokens and the target's {sizes[0]}: they must match"
+        )
+    vocabularies = [
+        _read_json(path, "tokenizer.json").get("model", {}).get("vocab") for path in (target, draft)
+    ]
     if None not in vocabularies and vocabularies[0] != vocabularies[1]:
-        raise ConfigError("the draft's tokenizer gives other ids than the target's: use a draft of the same family")
+        raise ConfigError(
+            "the draft's tokenizer gives other ids than the target's: use a draft of the same family"
+        )
 
 
 def _read_json(folder: str, name: str) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 import argparse
 from typing import Any
 
-from sdsie_sglang.config import ConfigError, SdsieConfig, load_settings_file, parse_config
-from sdsie_sglang.gears.settings import MAX_K, PRESETS, parse_schedule
+from sdsie_sglang.config import SdsieConfig, load_settings_file, parse_config
+from sdsie_sglang.gears.settings import MAX_K, PRESETS
 
 PREFIX = "sdsie_"
 
@@ -13,13 +13,6 @@ def _gear_list(text: str) -> tuple[int, ...]:
     if not all(part.strip().isdigit() for part in text.split(",")):
         raise argparse.ArgumentTypeError(f"gears must look like 0,3,5, not {text!r}")
     return tuple(int(part) for part in text.split(","))
-
-
-def _schedule(text: str) -> tuple[int, ...]:
-    try:
-        return parse_schedule(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +34,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     flag("window", "width of the moving window (default 3)", type=int)
     flag("fold", "last: one entropy a cycle (default). all: every committed position", metavar="NAME")
     flag("engage-share", "share of a batch's requests that engages the batch (default 0.5)", type=float)
-    flag("schedule", "for --sdsie-policy schedule: gear x cycles, for ever, as 5x8,0x8", type=_schedule)
+    flag("schedule", "for --sdsie-policy schedule: gear x cycles, for ever, as 5x8,0x8", metavar="TEXT")
     flag("gears", "every K to prepare at start, as 0,3,5 (default: those of the policy)", type=_gear_list)
     flag("trace", "append one JSON line a cycle to this file", metavar="FILE")
     flag("settings", "YAML or JSON file with these names; flags win over it", metavar="FILE")
@@ -53,10 +46,4 @@ def config_from_args(args: argparse.Namespace) -> SdsieConfig:
     given = {key.removeprefix(PREFIX): value for key, value in vars(args).items() if key.startswith(PREFIX)}
     given.pop("off", None)
     path = given.pop("settings", None)
-    values = {**load_settings_file(path), **given} if path is not None else given
-    if isinstance(values.get("schedule"), str):
-        try:
-            values["schedule"] = parse_schedule(values["schedule"])
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-    return parse_config(values)
+    return parse_config({**load_settings_file(path), **given} if path is not None else given)

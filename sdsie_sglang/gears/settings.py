@@ -1,9 +1,10 @@
 """What a policy can be told, validated. These settings may change while the server runs."""
 
 import re
+from collections.abc import Iterable
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 MAX_K = 7
 
@@ -39,6 +40,11 @@ class PolicySettings(BaseModel):
     engage_share: float = Field(default=0.5, gt=0.0, le=1.0, description="share of a batch that engages it")
     schedule: tuple[int, ...] = Field(default=(5, 0), description="gears a cycle, repeated for ever")
 
+    @field_validator("schedule", mode="before")
+    @classmethod
+    def _parse_schedule(cls, value: Any) -> Any:
+        return parse_schedule(value) if isinstance(value, str) else value
+
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, values: Any) -> Any:
@@ -70,6 +76,14 @@ def parse_schedule(text: str) -> tuple[int, ...]:
             raise ValueError(f"schedule must look like 5x8,0x8 (gear x cycles), not {text!r}")
         gears += [int(match[1])] * int(match[2] or 1)
     return tuple(gears)
+
+
+def unprepared(settings: PolicySettings, prepared: Iterable[int]) -> str | None:
+    """Why a server that prepared these gears at start cannot run `settings`, or None."""
+    missing = sorted(set(settings.gears) - set(prepared))
+    if not missing:
+        return None
+    return f"gears {missing} were not prepared at start (there are {list(prepared)}): see --sdsie-gears"
 
 
 def first_error(error: ValidationError) -> str:

@@ -20,7 +20,7 @@ class FileTrace:
     """Appends to a file and flushes each line, so that a crash loses nothing."""
 
     def __init__(self, path: str) -> None:
-        self._file = Path(path).open("a", buffering=1)
+        self._file = Path(path).open("a", buffering=1)  # noqa: SIM115 (open as long as the server runs)
 
     def write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line, separators=(",", ":")) + "\n")

@@ -43,9 +43,7 @@ class DraftHistory:
     def __init__(self, req_to_token: torch.Tensor, kv_slots: int) -> None:
         self._req_to_token = req_to_token
         self._tokens = torch.zeros(req_to_token.shape, dtype=torch.int32, device=req_to_token.device)
-        self._valid = (
-            torch.ones(kv_slots, dtype=torch.bool, device=req_to_token.device) if kv_slots else None
-        )
+        self._valid = torch.ones(kv_slots, dtype=torch.bool, device=req_to_token.device) if kv_slots else None
 
     def slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self._req_to_token[rows, positions].to(torch.int64)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sdsie_sglang.gears import PolicySettings, RequestGate, build_policy
+from sdsie_sglang.gears.settings import unprepared
 from sdsie_sglang.telemetry.metrics import Metrics
 from sdsie_sglang.telemetry.trace import Trace
 from sdsie_sglang.worker.cycle import Cycle
@@ -41,10 +42,7 @@ class Gate:
 
     def check(self, settings: PolicySettings) -> str | None:
         """Why this server cannot run `settings`, or None."""
-        missing = sorted(set(settings.gears) - set(self.gears))
-        if missing:
-            return f"gears {missing} were not prepared at start (there are {list(self.gears)}); see --sdsie-gears"
-        return None
+        return unprepared(settings, self.gears)
 
     def change(self, settings: PolicySettings) -> None:
         """Puts another policy in force; running requests begin it afresh."""

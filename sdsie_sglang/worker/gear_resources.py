@@ -51,9 +51,7 @@ def build_gears(worker: Any, gears: tuple[int, ...], graphs: bool) -> dict[int, 
                 bundle = worker.build_adaptive_runtime_state(k, k + 1)
         bundles[k] = dataclasses.replace(bundle, **extend)
         used_gb = free_gb - get_available_gpu_memory(worker.device, worker.gpu_id)
-        logger.info(
-            "sdsie: gear %d prepared in %.1f s, %.2f GB", k, time.perf_counter() - started, used_gb
-        )
+        logger.info("sdsie: gear %d prepared in %.1f s, %.2f GB", k, time.perf_counter() - started, used_gb)
     return bundles
 
 
