@@ -1,0 +1,109 @@
+"""INT4 GEMM on a real GPU: exactness, tolerance, ragged sizes, repeatability, CUDA graphs."""
+
+import pytest
+import torch
+
+from sdsie_sglang.kernels.int4_gemm import dequantize, gemm, int4_gemm, pack, quantize
+from sdsie_sglang.kernels.int4_gemm.pack import PackedWeight
+from sdsie_sglang.kernels.int4_gemm.reference import tolerance
+from sdsie_sglang.kernels.int4_gemm.tiles import DEQUANT, Tile
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.skipif(gemm.INTERPRET, reason="the interpreter's cases are in tests/unit"),
+]
+BF16, FP16 = torch.bfloat16, torch.float16
+TILES = {
+    "fragment": Tile("fragment", rows=2, warps=8),
+    "one_row_tile": Tile("fragment", rows=1, warps=16),
+    "split": Tile("fragment", rows=2, warps=4, split_k=4),
+    "centred": Tile("fragment", rows=4, warps=4, centre=True),
+    "fused": Tile("fused", block_m=64, block_n=64, warps=4),
+    "dequant": DEQUANT,
+}
+
+
+def _weight(n: int, k: int, group: int, symmetric: bool, dtype: torch.dtype = BF16) -> PackedWeight:
+    torch.manual_seed(n + k)
+    return pack(quantize(torch.randn(n, k, device="cuda") * 0.05, group, symmetric, scale_dtype=dtype))
+
+
+def _check(y: torch.Tensor, x: torch.Tensor, weight: PackedWeight, rounded: bool) -> None:
+    exact = (x.double() @ dequantize(weight).double().T).float()
+    allowed = tolerance(x, weight, x.dtype, rounded)
+    difference = (y.float() - exact).abs()
+    assert (difference <= allowed).all(), f"worst {(difference / allowed).max():.2f} times the tolerance"
+
+
+@pytest.mark.parametrize("name", TILES)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
+@pytest.mark.parametrize("group", [0, 32, 64, 128])
+def test_one_hot_returns_the_dequantized_weights(
+    name: str, group: int, symmetric: bool, dtype: torch.dtype
+) -> None:
+    weight = _weight(200, 1288, group, symmetric, dtype)
+    x = torch.eye(1288, device="cuda", dtype=dtype)
+    step = 64 if TILES[name].path == "fragment" else 1288
+    y = torch.cat([int4_gemm(x[i : i + step], weight, tile=TILES[name]) for i in range(0, 1288, step)])
+    assert torch.equal(y, dequantize(weight, dtype).T)
+
+
+@pytest.mark.parametrize("name", TILES)
+@pytest.mark.parametrize("m", [1, 2, 6, 8, 9, 16, 17, 33, 64, 100, 300])
+@pytest.mark.parametrize(("n", "k", "group", "symmetric"), [(1000, 1160, 64, False), (768, 4096, 128, True)])
+def test_random(name: str, m: int, n: int, k: int, group: int, symmetric: bool) -> None:
+    tile = TILES[name]
+    if tile.path == "fragment" and m > 64:
+        pytest.skip("the fragment kernel takes at most 64 rows")
+    weight = _weight(n, k, group, symmetric)
+    x = torch.randn(m, k, device="cuda").to(BF16)
+    _check(int4_gemm(x, weight, tile=tile), x, weight, tile.path != "fragment")
+
+
+@pytest.mark.parametrize("m", [1, 16, 40, 256, 1500])
+def test_default_choice_with_odd_sizes(m: int) -> None:
+    weight = _weight(501, 1131, 32, False, FP16)
+    x = torch.randn(m, 1131, device="cuda").to(FP16)
+    _check(int4_gemm(x, weight), x, weight, True)
+
+
+def test_rows_do_not_depend_on_the_batch() -> None:
+    weight = _weight(4096, 4096, 128, True)
+    x = torch.randn(16, 4096, device="cuda").to(BF16)
+    full = int4_gemm(x, weight)
+    for m in (1, 2, 6, 8, 9):
+        assert torch.equal(int4_gemm(x[:m], weight), full[:m])
+
+
+@pytest.mark.parametrize("name", ["fragment", "split", "fused", "dequant"])
+def test_repeats_and_graph_replay_agree(name: str) -> None:
+    weight = _weight(2048, 2048, 128, True)
+    x = torch.randn(6, 2048, device="cuda").to(BF16)
+    first = int4_gemm(x, weight, tile=TILES[name])
+    for _ in range(20):
+        assert torch.equal(int4_gemm(x, weight, tile=TILES[name]), first)
+    static = torch.zeros_like(x)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        int4_gemm(static, weight, tile=TILES[name])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        y = int4_gemm(static, weight, tile=TILES[name])
+    for seed in range(3):
+        torch.manual_seed(seed)
+        static.copy_(torch.randn(6, 2048, device="cuda"))
+        before = torch.cuda.memory_allocated()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() == before
+        assert torch.equal(y, int4_gemm(static.clone(), weight, tile=TILES[name]))
+
+
+def test_compiled_op_keeps_its_shape() -> None:
+    weight = _weight(256, 512, 128, True)
+    x = torch.randn(2, 3, 512, device="cuda").to(BF16)
+    y = torch.compile(lambda a: int4_gemm(a, weight) * 2, fullgraph=True)(x)
+    assert torch.equal(y, int4_gemm(x, weight) * 2)
