@@ -31,7 +31,8 @@ def enable() -> bool:
 
     Sets SGLANG_USE_CPU_ENGINE=1, puts the shadow `sgl_kernel` first on `sys.path` (multiprocessing hands both
     to children), and lets SGLang see AMX whatever the processor has: the ops are PyTorch and need none, and
-    without the flag SGLang takes the torch_native backend, which refuses speculation. Idempotent.
+    without the flag SGLang takes the torch_native backend, which refuses speculation. Turns torch.compile off
+    (three small functions of SGLang's would need a C++ compiler on the host). Idempotent.
 
     Returns False, and changes nothing, where the CPU engine isn't wanted or this one isn't needed: there is
     an accelerator (unless SGLANG_USE_CPU_ENGINE=1 asks for the CPU engine all the same),
@@ -44,6 +45,7 @@ def enable() -> bool:
         return False
     _refuse_if_late()
     os.environ[ENGINE_VARIABLE] = "1"
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     sys.path.insert(0, str(SHADOW))
     _report_amx_once()
     return True
