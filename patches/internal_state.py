@@ -116,7 +116,7 @@ REPORT = Hook(
     kind=Kind.AFTER,
     function=report,
     parameters=("self", "recv_req"),
-    why="/server_info shows the live hooks and the policy in force, so that a benchmark can refuse a wrong server",
+    why="/server_info shows live hooks and policy, so that a benchmark can refuse a wrong server",
     upstream="none",
     remove_when="a speculative worker may contribute to internal_states",
 )

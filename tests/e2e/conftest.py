@@ -1,0 +1,71 @@
+"""One baseline, then one server with gears, for as many tests as possible: a start takes 30 to 90 s here."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from sdsie_sglang.demo import DemoCheckpoints, compose
+from sdsie_sglang.eval.chat import chat_ids
+from sdsie_sglang.eval.prompts import timed_prompts
+from sdsie_sglang.eval.server import Server
+
+TOKENS = 40
+CONTEXT = ["--context-length", "2048", "--max-total-tokens", "8192"]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Token ids and meta_info of one answer a prompt, in the order of the prompts."""
+
+    ids: list[list[int]]
+    meta: list[dict]
+
+
+def ask_all(server: Server, prompts: list[list[int]], *, at_once: bool = False, **options) -> Answers:
+    """Greedy answers of a fixed length, each prompt sent to a server that knows no prefix of it."""
+    server.flush_cache()
+    options = {"max_new_tokens": TOKENS, "ignore_eos": True, **options}
+    with ThreadPoolExecutor(4 if at_once else 1) as pool:
+        done = list(pool.map(lambda ids: server.generate(ids, **options), prompts))
+    return Answers([d["output_ids"] for d in done], [d["meta_info"] for d in done])
+
+
+@pytest.fixture(scope="session")
+def models() -> DemoCheckpoints:
+    return compose()
+
+
+@pytest.fixture(scope="session")
+def prompts(models) -> list[list[int]]:
+    """The three reference prompts and a short one, as token ids."""
+    texts = [prompt.text for prompt in timed_prompts(["reference"])] + ["Say hello."]
+    return [chat_ids(str(models.target), text) for text in texts]
+
+
+@pytest.fixture(scope="session")
+def baseline(models, prompts) -> Answers:
+    """SGLang as shipped: no plugin, no speculation."""
+    with Server.start(["--model-path", str(models.target), "--sdsie-off", *CONTEXT]) as server:
+        assert server.info()["internal_states"][0].get("sdsie") is None
+        return ask_all(server, prompts)
+
+
+@pytest.fixture(scope="session")
+def trace_path(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("trace") / "cycles.jsonl"
+
+
+@pytest.fixture(scope="session")
+def draft(models) -> str:
+    """The trained draft; until there is one, the target drafts for itself."""
+    return str(models.draft or models.target)
+
+
+@pytest.fixture(scope="session")
+def gears(baseline, models, draft, trace_path):
+    """A server with every gear, overlap scheduling and metrics on. Started after the baseline ended."""
+    arguments = ["--model-path", str(models.target), "--speculative-draft-model-path", draft, *CONTEXT]
+    with Server.start([*arguments, "--sdsie-trace", str(trace_path), "--enable-metrics"]) as server:
+        yield server

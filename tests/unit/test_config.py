@@ -1,0 +1,93 @@
+import argparse
+import json
+
+import pytest
+
+from sdsie_sglang.cli import add_cli_args, config_from_args
+from sdsie_sglang.config import ConfigError, config_from_env, config_to_env, flat, parse_config
+from sdsie_sglang.patches.internal_state import encode_update, split_update
+
+
+def parse(*argv):
+    parser = argparse.ArgumentParser()
+    add_cli_args(parser)
+    return config_from_args(parser.parse_args(argv))
+
+
+def test_defaults_are_the_shippable_ones():
+    config = parse()
+    assert (config.policy.policy, config.policy.k) == ("fixed", 5)
+    assert config.built_gears(graphs=True) == (0, 5)
+    assert config.built_gears(graphs=False) == (0, 1, 2, 3, 4, 5, 6, 7)
+
+
+def test_flags_reach_the_policy():
+    config = parse(
+        "--sdsie-policy", "entropy", "--sdsie-preset", "paper", "--sdsie-alpha", "0.5", "--sdsie-k", "3"
+    )
+    assert config.policy.model_dump(include={"policy", "k", "theta_low", "alpha"}) == {
+        "policy": "entropy",
+        "k": 3,
+        "theta_low": 0.55,
+        "alpha": 0.5,
+    }
+
+
+@pytest.mark.parametrize(
+    "text", ["policy: entropy\nk: 3\ngears: [0, 3]\n", '{"policy": "entropy", "k": 3, "gears": [0, 3]}']
+)
+def test_settings_file_in_yaml_or_json_and_flags_win(tmp_path, text):
+    file = tmp_path / "settings"
+    file.write_text(text)
+    assert parse("--sdsie-settings", str(file)).gears == (0, 3)
+    assert parse("--sdsie-settings", str(file), "--sdsie-policy", "plain").policy.policy == "plain"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("- a list", "names and values"),
+        ("{", "neither YAML nor JSON"),
+        ("colour: 1", "colour: "),
+        ("k: 9", "k: "),
+    ],
+)
+def test_bad_settings_file(tmp_path, text, says):
+    file = tmp_path / "settings"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        parse("--sdsie-settings", str(file))
+
+
+def test_missing_settings_file():
+    with pytest.raises(ConfigError, match="No such file"):
+        parse("--sdsie-settings", "/nowhere/settings.yaml")
+
+
+def test_gears_must_hold_those_of_the_policy():
+    with pytest.raises(ConfigError, match=r"lack \[5\]"):
+        parse("--sdsie-gears", "0,3")
+    with pytest.raises(ConfigError, match="0 to 7"):
+        parse("--sdsie-gears", "0,5,9")
+
+
+def test_environment_round_trip(monkeypatch):
+    monkeypatch.delenv("SDSIE_CONFIG", raising=False)
+    config = parse("--sdsie-policy", "schedule", "--sdsie-schedule", "5x2,0", "--sdsie-trace", "/tmp/t")
+    config_to_env(config)
+    assert config_from_env() == config
+    assert parse_config(flat(config)) == config
+
+
+@pytest.mark.parametrize(("text", "says"), [("{", "not JSON"), ("[1]", "object"), ('{"k": 0}', "k: ")])
+def test_bad_environment(monkeypatch, text, says):
+    monkeypatch.setenv("SDSIE_CONFIG", text)
+    with pytest.raises(ConfigError, match=says):
+        config_from_env()
+
+
+def test_runtime_changes_travel_as_names_with_numbers():
+    settings = {"policy": "entropy", "theta_low": 0.1, "k": 3, "schedule": "5x8,0x8"}
+    sent = json.loads(json.dumps(encode_update(settings)))
+    assert all(isinstance(value, int | float) for value in sent.values())
+    assert split_update({**sent, "pp_max_micro_batch_size": 8}) == (settings, {"pp_max_micro_batch_size": 8})
