@@ -11,6 +11,7 @@ from typing import Any
 class Kind(StrEnum):
     """How SGLang's hook registry applies a function to its target."""
 
+    BEFORE = "before"  # hook(*args, **kwargs) -> None
     AFTER = "after"  # hook(result, *args, **kwargs) -> new result
     AROUND = "around"  # hook(original, *args, **kwargs) -> result
 

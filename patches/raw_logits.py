@@ -4,7 +4,6 @@ The clutch's entropy is that of the model's own distribution: before penalties, 
 grammar. `eagle_sample` adds those into the logits it is given.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,17 +31,15 @@ def _will_edit(batch: Any, grammar_mask: Any) -> bool:
 
 
 def keep_raw_logits(
-    original: Callable[..., Any], verify_input: Any, batch: Any, logits_output: Any, *args: Any, **kwargs: Any
-) -> Any:
-    grammar_mask = args[0] if args else kwargs.get("grammar_mask")
+    verify_input: Any, batch: Any, logits_output: Any, grammar_mask: Any = None, *args: Any, **kwargs: Any
+) -> None:
     if batch.spec_algorithm.name == ALGORITHM and _will_edit(batch, grammar_mask):
         setattr(logits_output, _ATTRIBUTE, logits_output.next_token_logits.clone())
-    return original(verify_input, batch, logits_output, *args, **kwargs)
 
 
 HOOK = Hook(
     target="sglang.srt.speculative.eagle_utils.eagle_sample",
-    kind=Kind.AROUND,
+    kind=Kind.BEFORE,
     function=keep_raw_logits,
     parameters=("verify_input", "batch", "logits_output", "grammar_mask"),
     why="entropy is defined on the target's raw logits; verification edits them in place",

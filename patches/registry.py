@@ -1,6 +1,7 @@
 """Every hook of this project, in the order in which README.md lists them."""
 
-from sdsie_sglang.patches import internal_state, meta_info, raw_logits
+from sdsie_sglang.cpu_engine import is_enabled
+from sdsie_sglang.patches import cpu_sampling, internal_state, meta_info, raw_logits
 from sdsie_sglang.patches.hook import Hook
 
 HOOKS: tuple[Hook, ...] = (
@@ -11,3 +12,11 @@ HOOKS: tuple[Hook, ...] = (
     internal_state.CHANGE,
     internal_state.REFUSE,
 )
+
+# Only where this project's CPU engine runs.
+CPU_HOOKS: tuple[Hook, ...] = (cpu_sampling.PREPARE, cpu_sampling.DRAW)
+
+
+def active_hooks() -> tuple[Hook, ...]:
+    """The hooks that belong into this process."""
+    return HOOKS + CPU_HOOKS if is_enabled() else HOOKS

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from sdsie_sglang.patches.registry import HOOKS
+from sdsie_sglang.patches.registry import CPU_HOOKS, HOOKS
 
 README = Path(__file__).parent.parent / "patches" / "README.md"
 
@@ -19,7 +19,7 @@ nothing. What is live is logged at start and shown by `/server_info` under `inte
 
 
 def render() -> str:
-    rows = (f"| `{h.target}` | {h.kind} | {h.why} | {h.upstream} | {h.remove_when} |\n" for h in HOOKS)
+    rows = (f"| `{h.target}` | {h.kind} | {h.why} | {h.upstream} | {h.remove_when} |\n" for h in (*HOOKS, *CPU_HOOKS))
     return INTRODUCTION + "".join(rows)
 
 

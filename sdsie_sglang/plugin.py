@@ -79,15 +79,16 @@ def register() -> None:
 def _register() -> None:
     check_install()
     from sdsie_sglang.algorithm import register_algorithm
-    from sdsie_sglang.patches.registry import HOOKS
+    from sdsie_sglang.patches.registry import active_hooks
 
-    check_hooks(HOOKS)
-    register_hooks(HOOKS)
+    hooks = active_hooks()
+    check_hooks(hooks)
+    register_hooks(hooks)
     register_algorithm()
     _live.update(
         version=sdsie_sglang.__version__,
         sglang=pinned_sglang(),
         algorithm=ALGORITHM,
-        hooks=[hook.name for hook in HOOKS],
+        hooks=[hook.name for hook in hooks],
     )
     logger.info("sdsie %(version)s on SGLang %(sglang)s, live hooks: %(hooks)s", _live)

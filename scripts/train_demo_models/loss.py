@@ -1,7 +1,7 @@
 """KL divergence from the target's next-token distribution to a draft's, over the whole vocabulary.
 
-Logits are never kept: each chunk of places computes them, its loss, and at once the gradient towards the hidden
-states, since the output head is frozen.
+Logits are never kept: each chunk of places computes them, its loss, and at once the gradient towards the
+hidden states, since the output head is frozen.
 """
 
 from typing import Any
@@ -13,7 +13,8 @@ CHUNK = 4096
 
 
 def divergence(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """KL(teacher || student) of each row, its gradient towards the student's logits, and whether the tops agree.
+    """KL(teacher || student) of each row, its gradient towards the student logits, and whether the tops
+    agree.
 
     student, teacher: (n, V) logits. Returns (n,) float32, (n, V) in the student's dtype, (n,) bool.
     """
@@ -36,7 +37,8 @@ class DistillationLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """hidden: (K, n, H) of K draft steps; teacher_hidden: (n, H); embedding: (V, H); weights: (K,).
 
-        n is a multiple of CHUNK, or smaller. Returns the loss and, per step, mean divergence and share of agreeing tops.
+        n is a multiple of CHUNK, or smaller. Returns the loss and, per step, mean divergence and share of
+        agreeing tops.
         """
         steps, count, _ = hidden.shape
         gradient = torch.empty_like(hidden)

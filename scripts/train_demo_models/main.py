@@ -1,7 +1,8 @@
 """Trains the demo's draft and EAGLE-3 head on one GPU: `python scripts/train_demo_models/main.py STAGE …`.
 
-Stages, in order: `generate` writes the corpus, `draft` trains candidates of several depths and finishes the best,
-`eagle3` trains the head for as long as the finished draft was trained. Each can be stopped and run again.
+Stages, in order: `generate` writes the corpus, `draft` trains candidates of several depths and finishes the
+best, `eagle3` trains the head for as long as the finished draft was trained. Each can be stopped and run
+again.
 """
 
 import argparse
@@ -57,7 +58,7 @@ def generate(options: argparse.Namespace) -> None:
 
 
 def draft(options: argparse.Namespace) -> None:
-    """Train each candidate for `--trial-seconds`, choose by measured tokens per millisecond, finish that one."""
+    """Train each candidate a while, choose by measured tokens per millisecond, finish that one."""
     target = _target(options)
     features = _features(options, target, taps=())
     texts = _texts(options, features.corpus)

@@ -1,7 +1,7 @@
 """Writes conversations with the target: it completes the user's turn, then answers, in one stream per slot.
 
-Every slot decodes one token a step at its own place; a finished slot starts the next seed at once. All state lives
-on the device and no step looks at it from the host, so that a step is one CUDA graph.
+Every slot decodes one token a step at its own place; a finished slot starts the next seed at once. All
+state lives on the device and no step looks at it from the host, so that a step is one CUDA graph.
 """
 
 import time
@@ -58,7 +58,7 @@ class KeyValueCache:
 
 
 def decode(model: Llama, tokens: Tensor, positions: Tensor, cache: KeyValueCache) -> Tensor:
-    """Normed hidden states (slots, H) after one token per slot, written to the cache at `positions`: (slots,)."""
+    """Normed hidden states (slots, H) after one token per slot, cached at `positions`: (slots,)."""
     x = F.embedding(tokens, model.embedding)
     cosines, sines = cache.cosines[positions, None], cache.sines[positions, None]  # (slots, 1, D)
     hidden_places = (cache.places > positions[:, None])[:, None, None]  # (slots, 1, 1, length)
@@ -209,7 +209,7 @@ class Sampler:
 
 
 def chat_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """The chat template's tokens before the user's words, and between the user's end of turn and the answer."""
+    """The chat template's tokens before the user's words, and between end of turn and answer."""
     marker = "QQQQ"
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": marker}], tokenize=False, add_generation_prompt=True

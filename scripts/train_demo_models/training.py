@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,7 +25,7 @@ class Student(Protocol):
     """What is trained: a model and how its outputs lie in a row."""
 
     model: nn.Module
-    step_weights: list[float]  # one per draft step
+    step_weights: Sequence[float]  # one per draft step
     lag: int  # the output that has read tokens 0 … p is entry p - lag
 
     def hidden(self, batch: Batch, features: Features) -> list[Tensor]:
@@ -34,7 +35,7 @@ class Student(Protocol):
 class DraftStudent:
     """An ordinary language model: entry p has read tokens 0 … p, the first one included."""
 
-    step_weights = [1.0]
+    step_weights = (1.0,)
     lag = 0
 
     def __init__(self, model: Llama) -> None:
@@ -48,7 +49,7 @@ class DraftStudent:
 class HeadStudent:
     """An EAGLE-3 head: entry p - 1 holds the feature of token p - 1 and the embedding of token p."""
 
-    step_weights = [0.8**step for step in range(5)]
+    step_weights = (1.0, 0.8, 0.64, 0.51, 0.41)
     lag = 1
 
     def __init__(self, model: Eagle3Head) -> None:
