@@ -14,7 +14,7 @@ from pathlib import Path
 _PHRASES = json.loads(Path(__file__).with_name("seed_phrases.json").read_text())
 OPENINGS: dict[str, list[str]] = _PHRASES["openings"]
 CATEGORIES = tuple(OPENINGS)
-WEIGHTS = {category: 1.0 for category in CATEGORIES} | {"coding": 2.2, "math": 1.2, "reference": 1.2}
+WEIGHTS = dict.fromkeys(CATEGORIES, 1.0) | {"coding": 2.2, "math": 1.2, "reference": 1.2}
 USER_TEMPERATURES = (0.6, 0.8, 0.8, 1.0)
 ANSWER_TEMPERATURES = (0.0, 0.0, 0.0, 0.5, 0.5, 0.7, 0.7, 0.7, 0.8, 0.8)
 """Three in ten are answered greedily; about a fifth of those loop and are dropped later."""
