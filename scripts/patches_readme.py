@@ -19,7 +19,10 @@ nothing. What is live is logged at start and shown by `/server_info` under `inte
 
 
 def render() -> str:
-    rows = (f"| `{h.target}` | {h.kind} | {h.why} | {h.upstream} | {h.remove_when} |\n" for h in (*HOOKS, *CPU_HOOKS))
+    rows = [
+        f"| `{hook.target}` | {hook.kind} | {hook.why} | {hook.upstream} | {hook.remove_when} |\n"
+        for hook in (*HOOKS, *CPU_HOOKS)
+    ]
     return INTRODUCTION + "".join(rows)
 
 

@@ -91,4 +91,8 @@ def _register() -> None:
         algorithm=ALGORITHM,
         hooks=[hook.name for hook in hooks],
     )
-    logger.info("sdsie %(version)s on SGLang %(sglang)s, live hooks: %(hooks)s", _live)
+
+
+def live_line() -> str:
+    """`live_status` as one line for the log; SGLang sets logging up only after it loaded its plugins."""
+    return "sdsie {version} on SGLang {sglang}, algorithm {algorithm}, live hooks: {hooks}".format(**_live)

@@ -15,6 +15,7 @@ from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
 from sdsie_sglang.config import config_from_env
 from sdsie_sglang.kernels.entropy import entropy_bits
 from sdsie_sglang.patches.raw_logits import raw_logits_of
+from sdsie_sglang.plugin import live_line
 from sdsie_sglang.telemetry.metrics import open_metrics
 from sdsie_sglang.telemetry.trace import open_trace
 from sdsie_sglang.worker.cycle import Cycle, HostCopy
@@ -54,6 +55,7 @@ class SdsieWorker(StandaloneWorkerV2):
             metrics=open_metrics(enabled=get_observability().enable_metrics and first_rank, labels=labels),
         )
         silence_swaps()
+        logger.info(live_line())
 
     def init_cuda_graphs(self) -> None:
         """Called by SGLang once pools and backends exist."""

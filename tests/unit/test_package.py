@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 
 def run(*argv, cwd=ROOT, env=None):
     return subprocess.run(
-        [sys.executable, *argv], cwd=cwd, env={**os.environ, **(env or {})}, capture_output=True, text=True, check=False
+        [sys.executable, *argv],
+        cwd=cwd, env={**os.environ, **(env or {})}, capture_output=True, text=True, check=False,
     )  # fmt: skip
 
 
@@ -64,7 +65,7 @@ def test_a_second_copy_stops_the_launcher(tmp_path):
 
 def test_another_sglang_stops_the_plugin_with_one_line(monkeypatch):
     monkeypatch.setattr(plugin.importlib.metadata, "version", lambda name: "0.5.24")
-    with pytest.raises(SystemExit, match="works with SGLang .* and 0.5.24 is installed"):
+    with pytest.raises(SystemExit, match=r"works with SGLang .* and 0\.5\.24 is installed"):
         plugin.register()
     assert plugin.live_status() == {}
 

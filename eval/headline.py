@@ -1,0 +1,61 @@
+"""`eval/results/headline.json`: the figures that are quoted, each with the record it comes from.
+
+Written only by the commands that measure. A figure that was never measured is absent.
+"""
+
+import datetime
+import json
+import shlex
+import sys
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+
+ROOT = Path(__file__).resolve().parents[1]
+HEADLINE = ROOT / "eval" / "results" / "headline.json"
+
+
+class Figure(BaseModel):
+    """One quoted figure.
+
+    Args:
+        low, high: an interval, or the spread over repeats; None where there is none.
+        unit: "1" for a ratio or a share.
+        where: the hardware.
+        record: path in the repository of the raw record.
+        note: what falls short, and why.
+    """
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    name: str = Field(pattern=r"^[a-z0-9_]+$")
+    value: float
+    low: float | None = None
+    high: float | None = None
+    unit: str
+    where: str
+    record: str
+    command: str
+    date: str
+    note: str = ""
+
+
+def this_command() -> str:
+    """How the running program was started, with the interpreter's path left out."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    program = f"-m {spec.name.removesuffix('.__main__')}" if spec is not None else Path(sys.argv[0]).name
+    if spec is None and (ROOT / "scripts" / program).exists():
+        program = f"scripts/{program}"
+    return f"python {program} {shlex.join(sys.argv[1:])}".strip()
+
+
+def today() -> str:
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
+def update(figures: list[Figure], path: Path = HEADLINE) -> None:
+    """Puts the figures into the file, each in place of an earlier one of its name; sorted by name."""
+    known = {f["name"]: f for f in json.loads(path.read_text())} if path.exists() else {}
+    known |= {figure.name: figure.model_dump() for figure in figures}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([known[name] for name in sorted(known)], indent=1) + "\n")

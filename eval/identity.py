@@ -1,0 +1,127 @@
+"""Are greedy float32 answers those of SGLang as shipped, in every gear, at every batch and lag?
+
+    python -m sdsie_sglang.eval.identity eval/results/identity_cpu.json --headline
+
+One server of SGLang as shipped answers the prompts; then one server with gears for each setting of
+overlap scheduling answers them under each policy, one at a time and four at once. Any difference
+ends the command with exit code 1. An interrupted run goes on where it stopped.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from sdsie_sglang.demo import compose
+from sdsie_sglang.eval import headline, machine
+from sdsie_sglang.eval.chat import chat_ids
+from sdsie_sglang.eval.prompts import timed_prompts
+from sdsie_sglang.eval.server import Server
+
+POLICIES: dict[str, dict[str, Any]] = {
+    **{f"fixed K={k}": {"policy": "fixed", "k": k} for k in (1, 3, 5, 7)},
+    **{f"entropy {name}": {"policy": "entropy", "preset": name} for name in ("tuned", "paper", "class")},
+    "gear 0": {"policy": "plain"},
+}
+AT_ONCE = (1, 4)
+OVERLAP = {"on": [], "off": ["--disable-overlap-schedule"]}
+
+
+def answers(server: Server, prompts: list[list[int]], tokens: int, at_once: int) -> list[list[int]]:
+    """Token ids of each prompt's greedy answer, natural end of text included."""
+    server.flush_cache()
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(lambda ids: server.generate(ids, max_new_tokens=tokens)["output_ids"], prompts))
+
+
+def first_difference(ours: list[int], theirs: list[int]) -> int | None:
+    """Index of the first token that differs, or None."""
+    if ours == theirs:
+        return None
+    return next(
+        (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
+    )
+
+
+def cells() -> Iterator[tuple[str, str, int]]:
+    return ((overlap, policy, at_once) for overlap in OVERLAP for policy in POLICIES for at_once in AT_ONCE)
+
+
+def key(overlap: str, policy: str, at_once: int) -> str:
+    return f"overlap {overlap}, {policy}, {at_once} at once"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--headline", action="store_true", help="record the share as a quoted figure")
+    parser.add_argument(
+        "--sglang", nargs=argparse.REMAINDER, default=[], help="further flags for every server"
+    )
+    args = parser.parse_args()
+
+    models = compose()
+    target, draft = str(models.target), str(models.draft or models.target)
+    chosen = timed_prompts()[:: max(1, 27 // args.prompts)][: args.prompts]
+    prompts = [chat_ids(target, prompt.text) for prompt in chosen]
+    plan = {"prompts": [prompt.id for prompt in chosen], "tokens": args.tokens, "draft": Path(draft).name}
+    record: dict[str, Any] = {"plan": plan, "baseline": None, "cells": {}}
+    if args.out.exists():
+        record = json.loads(args.out.read_text())
+        if record["plan"] != plan:
+            parser.error(f"{args.out} holds another run ({record['plan']}): choose another file")
+
+    def save() -> None:
+        record.update(machine=machine.describe(), command=headline.this_command())
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+    common = ["--model-path", target, "--context-length", "2048", "--max-total-tokens", "16384", *args.sglang]
+    if record["baseline"] is None:
+        print("SGLang as shipped ...", flush=True)
+        with Server.start([*common, "--sdsie-off"]) as server:
+            record["baseline"] = answers(server, prompts, args.tokens, 1)
+        save()
+    with tqdm(total=len(list(cells())), desc="policies", initial=len(record["cells"])) as bar:
+        for overlap, flags in OVERLAP.items():
+            todo = [cell for cell in cells() if cell[0] == overlap and key(*cell) not in record["cells"]]
+            if not todo:
+                continue
+            with Server.start([*common, "--speculative-draft-model-path", draft, *flags]) as server:
+                for cell in todo:
+                    _, policy, at_once = cell
+                    server.set_policy(**POLICIES[policy])
+                    ids = answers(server, prompts, args.tokens, at_once)
+                    record["cells"][key(*cell)] = [
+                        first_difference(a, b) for a, b in zip(ids, record["baseline"], strict=True)
+                    ]
+                    save()
+                    bar.update()
+
+    differences = [d for cell in record["cells"].values() for d in cell]
+    share = sum(d is None for d in differences) / len(differences)
+    print(f"{share:.2%} of {len(differences)} answers identical to SGLang as shipped")
+    for name, cell in record["cells"].items():
+        if any(d is not None for d in cell):
+            print(f"  {name}: first difference at token {[d for d in cell if d is not None]}")
+    if args.headline:
+        figure = headline.Figure(
+            name="identity_cpu_fp32", value=share, unit="1", where=machine.where(), record=str(args.out),
+            command=record["command"], date=headline.today(),
+            note=f"{len(chosen)} prompts x {args.tokens} tokens, {len(record['cells'])} settings",
+        )  # fmt: skip
+        headline.update([figure])
+    return 0 if share == 1.0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

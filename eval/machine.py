@@ -1,0 +1,82 @@
+"""What a record must say about where it was measured."""
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("sdsie-sglang", "sglang", "torch", "triton", "transformers", "nvidia-ml-py")
+
+
+def describe() -> dict[str, Any]:
+    """Versions, commit, processor and GPUs (name, driver, power limit, clocks, throttle reasons)."""
+    return {
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "commit": _commit(),
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "gpus": _gpus(),
+    }
+
+
+def where() -> str:
+    """The hardware in one phrase, for headline figures."""
+    gpus = _gpus()
+    if gpus:
+        return f"{len(gpus)} x {gpus[0]['name']}"
+    return f"{len(os.sched_getaffinity(0))} cores, {_cpu_name()}"
+
+
+def _version(name: str) -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(name)
+    return None
+
+
+def _commit() -> str | None:
+    if commit := os.environ.get("SDSIE_COMMIT"):  # a copy without its .git
+        return commit
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            cwd=ROOT, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def _gpus() -> list[dict[str, Any]]:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:
+        return []
+    found = []
+    for i in range(pynvml.nvmlDeviceGetCount()):
+        gpu = pynvml.nvmlDeviceGetHandleByIndex(i)
+        found.append(
+            {
+                "name": pynvml.nvmlDeviceGetName(gpu),
+                "driver": pynvml.nvmlSystemGetDriverVersion(),
+                "power_limit_w": pynvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000,
+                "sm_clock_mhz": pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM),
+                "memory_clock_mhz": pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_MEM),
+                "throttle_reasons": pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu),
+            }
+        )
+    return found

@@ -1,0 +1,240 @@
+"""Gears against SGLang as shipped, on one GPU: plain decode, STANDALONE, gear 0, gear K, switching.
+
+    python scripts/bench_gears.py OUT.json [--target DIR --draft DIR] [--batch 1 16] [--headline]
+
+Without models it writes configurations of the 8B and the 1B Llama shape, loads random weights and
+simulates acceptance (SGLANG_SIMULATE_ACC_LEN): timing only, no text. All servers run side by side on
+the GPU, one of them busy at a time, and the repeats are interleaved. Each figure is a ratio of
+medians with the range of the ratios over repeats.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from sdsie_sglang.eval import headline, machine
+from sdsie_sglang.eval.server import Server
+
+SHAPES = {
+    "8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+    },
+}
+COMMON = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ACCEPT_LENGTH = 4.27  # the original project's mean at K=5
+
+
+def write_shape(folder: Path, shape: str) -> Path:
+    """A checkpoint folder with a configuration alone, for --load-format dummy."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tied = shape == "1b"
+    config = {
+        **COMMON,
+        **SHAPES[shape],
+        "head_dim": SHAPES[shape]["hidden_size"] // 32,
+        "tie_word_embeddings": tied,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def server_plans(
+    args: argparse.Namespace, target: Path, draft: Path
+) -> dict[str, tuple[list[str], dict[str, str]]]:
+    """Arguments and environment of each server."""
+    common = [
+        "--model-path", str(target), "--context-length", "4096", "--max-total-tokens", "65536",
+        "--disable-radix-cache", "--cuda-graph-backend-prefill", "disabled", "--log-level", "info",
+        "--max-running-requests", str(max(args.batch)), "--cuda-graph-bs-decode", *map(str, args.batch),
+        "--skip-tokenizer-init", *args.sglang,
+    ]  # fmt: skip
+    simulated = args.target is None
+    if simulated:
+        common += ["--load-format", "dummy"]
+    drafted = ["--speculative-draft-model-path", str(draft)]
+    steps = [
+        "--speculative-num-steps",
+        "5",
+        "--speculative-eagle-topk",
+        "1",
+        "--speculative-num-draft-tokens",
+        "6",
+    ]
+    accept = {"SGLANG_SIMULATE_ACC_LEN": str(ACCEPT_LENGTH)} if simulated else {}
+    return {
+        "plain": ([*common, "--sdsie-off"], {}),
+        "standalone": (
+            [*common, *drafted, *steps, "--sdsie-off", "--speculative-algorithm", "STANDALONE"],
+            accept,
+        ),
+        "gears": ([*common, *drafted, "--sdsie-gears", "0,5"], accept),
+    }
+
+
+VARIANTS: dict[str, tuple[str, dict[str, Any] | None]] = {
+    "plain": ("plain", None),
+    "gear0": ("gears", {"policy": "plain"}),
+    "standalone": ("standalone", None),
+    "k5": ("gears", {"policy": "fixed", "k": 5}),
+    "switching": ("gears", {"policy": "schedule", "schedule": "5x8,0x8"}),
+}
+
+
+def run_once(server: Server, batch: int, tokens: int, prompts: list[list[int]]) -> dict[str, float]:
+    """One burst of `batch` requests. Tokens per second of the whole burst, prefill included."""
+    with ThreadPoolExecutor(batch) as pool:
+        started = time.perf_counter()
+        done = list(
+            pool.map(
+                lambda ids: server.generate(ids, max_new_tokens=tokens, ignore_eos=True), prompts[:batch]
+            )
+        )
+        wall_s = time.perf_counter() - started
+    produced = sum(len(d["output_ids"]) for d in done)
+    accept = [d["meta_info"].get("spec_accept_length") or 1.0 for d in done]
+    stats = [d["meta_info"].get("sdsie") for d in done]
+    return {
+        "tokens": produced,
+        "wall_s": wall_s,
+        "tok_per_s": produced / wall_s,
+        "accept_length": statistics.mean(accept),
+        "cycles": sum(sum(s["cycles"].values()) for s in stats if s) / batch,
+    }
+
+
+def ratio(rows: dict[str, list[dict[str, float]]], over: str, under: str) -> dict[str, float]:
+    """Median speed over median speed; low and high over the interleaved pairs."""
+    pairs = [a["tok_per_s"] / b["tok_per_s"] for a, b in zip(rows[over], rows[under], strict=True)]
+    value = statistics.median(a["tok_per_s"] for a in rows[over]) / statistics.median(
+        b["tok_per_s"] for b in rows[under]
+    )
+    return {"value": value, "low": min(pairs), "high": max(pairs)}
+
+
+def switching_ratio(rows: dict[str, list[dict[str, float]]]) -> dict[str, float]:
+    """Time of the switching run against what its own mix of cycles costs without switches.
+
+    Eight cycles of each gear: the expected time of a pair is the sum of the steady ones.
+    """
+
+    def cycle_s(name: str) -> float:
+        return statistics.median(r["wall_s"] / r["cycles"] for r in rows[name])
+
+    expected = (cycle_s("k5") + cycle_s("gear0")) / 2
+    ratios = sorted(expected / (r["wall_s"] / r["cycles"]) for r in rows["switching"])
+    return {"value": statistics.median(ratios), "low": ratios[0], "high": ratios[-1]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--target", type=Path)
+    parser.add_argument("--draft", type=Path)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--headline", action="store_true", help="record the figures as quoted ones")
+    parser.add_argument(
+        "--sglang", nargs=argparse.REMAINDER, default=[], help="further flags for every server"
+    )
+    args = parser.parse_args()
+    if (args.target is None) != (args.draft is None):
+        parser.error("--target and --draft go together")
+
+    scratch = Path(tempfile.mkdtemp(prefix="sdsie-shapes-"))
+    target = args.target or write_shape(scratch / "target", "8b")
+    draft = args.draft or write_shape(scratch / "draft", "1b")
+    logs = Path(os.environ.get("SDSIE_LOGS", scratch))
+    prompts = [[(7 * i + 31 * j) % 1000 + 10 for j in range(64)] for i in range(max(args.batch))]
+
+    servers: dict[str, Server] = {}
+    record: dict[str, Any] = {"machine": machine.describe(), "command": headline.this_command(), "rows": {}}
+    try:
+        plans = server_plans(args, target, draft)
+        with ThreadPoolExecutor(len(plans)) as pool:
+            starts = {
+                name: pool.submit(Server.start, arguments, env=env, log=logs / f"{name}.log")
+                for name, (arguments, env) in plans.items()
+            }
+            for name, start in starts.items():
+                servers[name] = start.result()
+                print(f"{name}: up in {servers[name].startup_s:.0f} s", flush=True)
+        record["startup_s"] = {name: server.startup_s for name, server in servers.items()}
+        for batch in args.batch:
+            rows: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
+            for repeat in range(-1, args.repeats):  # the first round warms up
+                for name, (server_name, policy) in VARIANTS.items():
+                    if policy is not None:
+                        servers[server_name].set_policy(**policy)
+                    row = run_once(servers[server_name], batch, args.tokens, prompts)
+                    if repeat >= 0:
+                        rows[name].append(row)
+            record["rows"][str(batch)] = rows
+            for name, measured in rows.items():
+                speeds = sorted(row["tok_per_s"] for row in measured)
+                print(
+                    f"batch {batch:3d} {name:10s} {statistics.median(speeds):8.1f} tok/s "
+                    f"({speeds[0]:.1f} to {speeds[-1]:.1f}), accepted {measured[0]['accept_length']:.2f} a cycle",
+                    flush=True,
+                )
+    finally:
+        for server in servers.values():
+            server.stop()
+    record["ratios"] = ratios = {
+        **{f"gear0_over_plain_bs{b}": ratio(r, "gear0", "plain") for b, r in record["rows"].items()},
+        **{f"k5_over_standalone_bs{b}": ratio(r, "k5", "standalone") for b, r in record["rows"].items()},
+        "switching_over_steady": switching_ratio(record["rows"][str(args.batch[0])]),
+    }
+    for name, figure in ratios.items():
+        print(f"{name}: {figure['value']:.3f} ({figure['low']:.3f} to {figure['high']:.3f})")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    if args.headline:
+        headline.update(
+            [
+                headline.Figure(
+                    name=name,
+                    **figure,
+                    unit="1",
+                    where=machine.where(),
+                    record=str(args.out),
+                    command=record["command"],
+                    date=headline.today(),
+                )
+                for name, figure in ratios.items()
+            ]
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""If a decision is not executed, the run fails: shown by cutting the wire between the two."""
+
+import pytest
+import requests
+
+from sdsie_sglang.eval.server import Server
+from tests.e2e.conftest import CONTEXT
+
+SABOTEUR = """
+[sglang.srt.plugins]
+saboteur = sdsie_saboteur:register
+"""
+
+
+@pytest.fixture
+def saboteur_path(tmp_path, request):
+    """A folder that installs the saboteur: its module and the metadata that SGLang finds plugins by."""
+    source = request.path.parent / "saboteur" / "sdsie_saboteur.py"
+    (tmp_path / source.name).write_text(source.read_text())
+    info = tmp_path / "sdsie_saboteur-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sdsie-saboteur\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(SABOTEUR)
+    return str(tmp_path)
+
+
+def test_a_cut_wire_ends_the_server(models, draft, prompts, saboteur_path):
+    arguments = ["--model-path", str(models.target), "--speculative-draft-model-path", draft, *CONTEXT]
+    arguments += ["--sdsie-policy", "schedule", "--sdsie-schedule", "0,3"]
+    with Server.start([*arguments, "--skip-server-warmup"], env={"PYTHONPATH": saboteur_path}) as server:
+        with pytest.raises(requests.RequestException):
+            server.generate(prompts[0], max_new_tokens=24, ignore_eos=True)
+        server.process.wait(60)
+        assert "GearNotExecuted: gear 0 was decided, but" in server.log.read_text(errors="replace")
