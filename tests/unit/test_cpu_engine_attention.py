@@ -148,6 +148,33 @@ def test_tree(prefix):
     assert torch.equal(out[n:], pool.extend(q[n:], [0], [50], [n]))  # a chain given by its mask
 
 
+@pytest.mark.parametrize("window", [0, 30])
+def test_a_node_is_computed_as_a_decode_of_its_path(window):
+    pool = Pool()
+    tree = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]).bool()
+    for prefix in (1, 61, 62, 63, 200):
+        q = pool.queries(4)
+        together = pool.extend(q, [2], [prefix + 4], [4], window, tree=tree.flatten())
+        for node in range(4):
+            path = torch.cat((pool.table[2, :prefix], pool.table[2, prefix : prefix + 4][tree[node]]))
+            pool.table[0, : len(path)] = path
+            alone = pool.decode(q[node : node + 1], [0], [len(path)], window)
+            assert torch.equal(alone[0], together[node])
+
+
+def test_a_tree_too_wide_for_rows():
+    pool = Pool()
+    n = attention.MAX_ROWS + 1
+    star = torch.eye(n, dtype=torch.bool)
+    star[:, 0] = True
+    q = pool.queries(n)
+    for window in (0, 20):
+        out = pool.extend(q, [2], [100 + n], [n], window, tree=star.flatten())
+        depth = star.sum(-1) - 1
+        prefix = torch.arange(100) > (100 + depth - (window or 1000)).unsqueeze(1)
+        close(out, pool.reference(q, 2, torch.cat((prefix, star), dim=1)))
+
+
 def test_tree_in_a_sliding_window():
     pool = Pool()
     tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()  # two siblings, one position

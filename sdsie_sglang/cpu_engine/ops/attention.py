@@ -2,13 +2,14 @@
 
 A plain decode asks for one row (a query token) of a request, a verify for K+1, an extend for as many as are
 new. Up to MAX_ROWS of them are computed so that a row's result is the same, bit for bit, whatever other rows
-come with it: every row is its own batch entry, over a span of whole chunks that its slot alone decides.
-Products of the same shape then run in the same order, and what is masked contributes exact zeros. (A tree's
-rows skip their cousins' slots, so there only rounding is left to differ.) Longer extends are computed as
-blocks, which is faster and rounds differently.
+come with it: every row is its own batch entry over its own path (what it sees, in order, itself last), in a
+span of whole chunks that the path's length alone decides. Products of the same shape then run in the same
+order, and what is masked contributes exact zeros. Longer extends (prompts) are computed as blocks, which is
+faster and rounds differently.
 """
 
-from collections.abc import Iterator
+import math
+from collections import defaultdict
 
 import torch
 import torch.nn.functional as F
@@ -53,9 +54,8 @@ def decode_attention_cpu(
         k_buffer[loc] = k.reshape(-1, *k_buffer.shape[1:])
         v_buffer[loc] = v.reshape(-1, *v_buffer.shape[1:])
     for i, (row, length) in enumerate(zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True)):
-        slots = req_to_token[row, :length]
-        visible = _visible(1, length, None, window, is_causal=True)
-        _attend_rows(q[i : i + 1], k_buffer, v_buffer, slots, visible, scale, logit_cap, window, o[i : i + 1])
+        path, out = req_to_token[row : row + 1, :length], o[i : i + 1]
+        _attend_rows(q[i : i + 1], k_buffer, v_buffer, path, [length], scale, logit_cap, window, out)
 
 
 @op(
@@ -105,11 +105,12 @@ def extend_attention_cpu(
         if tree_mask is not None:
             tree = tree_mask[offset : offset + new * new].view(new, new)
             offset += new * new
-        visible = _visible(new, length, tree, window, is_causal)
         queries, out = q[start : start + new], o[start : start + new]
         if new <= MAX_ROWS and is_causal:
-            _attend_rows(queries, k_buffer, v_buffer, slots, visible, scale, logit_cap, window, out)
+            paths, lengths = _paths(slots, new, tree)
+            _attend_rows(queries, k_buffer, v_buffer, paths, lengths, scale, logit_cap, window, out)
         else:
+            visible = _visible(new, length, tree, window, is_causal)
             _attend_block(queries, k_buffer, v_buffer, slots, visible, scale, logit_cap, out)
 
 
@@ -120,6 +121,56 @@ def _refuse(k_buffer: Tensor, is_cross: bool, encoder_lens: Tensor | None, sinks
         raise NotImplementedError("this project's CPU ops have no attention sinks")
     if k_buffer.dtype == torch.float8_e4m3fn:
         raise NotImplementedError("this project's CPU ops have no 8-bit KV cache: use --kv-cache-dtype auto")
+
+
+def _paths(slots: Tensor, new: int, tree: Tensor | None) -> tuple[Tensor, list[int]]:
+    """Slots that each of the last `new` tokens sees, itself last, how many (a chain: one row of slots)."""
+    prefix = slots.numel() - new
+    if tree is None:
+        return slots.unsqueeze(0), list(range(prefix + 1, slots.numel() + 1))
+    ancestors_first = tree.int().argsort(dim=-1, descending=True, stable=True)
+    paths = torch.cat((slots[:prefix].expand(new, -1), slots[prefix:][ancestors_first]), dim=1)
+    return paths, (prefix + tree.sum(-1)).tolist()
+
+
+def _attend_rows(
+    q: Tensor,  # (m, H, D)
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    paths: Tensor,  # (m or 1, n) slots
+    lengths: list[int],  # of each row's path
+    scale: float,
+    logit_cap: float,
+    window: int,
+    out: Tensor,  # (m, H, D)
+) -> None:
+    """softmax(scale q k^T) v in float32, each row by itself."""
+    of_span = defaultdict(list)
+    for row, length in enumerate(lengths):
+        of_span[_span(length, window)].append(row)
+    for (start, stop), rows in of_span.items():
+        slots = paths[:, start:stop] if paths.shape[0] == 1 else paths[rows, start:stop]
+        slots = F.pad(slots, (0, stop - start - slots.shape[1]))  # by SGLang's dummy: finite, and masked here
+        length, position = torch.tensor([lengths[row] for row in rows]), torch.arange(start, stop)
+        hidden = position >= length.unsqueeze(1)
+        if window > 0:
+            hidden |= position < length.unsqueeze(1) - window
+        bias = torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf)[:, None, None]  # (m, 1, 1, n)
+        keys, values = (_gather(buffer, slots) for buffer in (k_buffer, v_buffer))
+        keys, values = (t.expand(len(rows), -1, -1, -1) for t in (keys, values))
+        grouped = q[rows].float().unflatten(1, (keys.shape[1], -1))  # (m, Hkv, H / Hkv, D)
+        out[rows] = _attend(grouped, keys, values, bias, scale, logit_cap).flatten(1, 2).to(out.dtype)
+
+
+def _span(length: int, window: int) -> tuple[int, int]:
+    """Whole chunks that hold what the last token of a path sees."""
+    oldest = max(0, length - window) if window > 0 else 0
+    return oldest // CHUNK * CHUNK, -(-length // CHUNK) * CHUNK
+
+
+def _gather(buffer: Tensor, slots: Tensor) -> Tensor:
+    """(r, n) slots -> (r, Hkv, n, D) float32."""
+    return buffer.index_select(0, slots.flatten()).float().unflatten(0, slots.shape).transpose(1, 2)
 
 
 def _visible(new: int, length: int, tree: Tensor | None, window: int, is_causal: bool) -> Tensor:
@@ -133,54 +184,9 @@ def _visible(new: int, length: int, tree: Tensor | None, window: int, is_causal:
     elif is_causal:
         visible.tril_(prefix)
     if window > 0:
-        visible[:, :prefix] &= torch.arange(prefix) > position.unsqueeze(1) - window
-        if tree is None:
-            visible[:, prefix:] &= torch.arange(prefix, length) > position.unsqueeze(1) - window
+        within = torch.arange(length) > position.unsqueeze(1) - window
+        visible &= within if tree is None else F.pad(within[:, :prefix], (0, new), value=True)
     return visible
-
-
-def _attend_rows(
-    q: Tensor,  # (m, H, D) the last m of the sequence
-    k_buffer: Tensor,
-    v_buffer: Tensor,
-    slots: Tensor,  # (n,)
-    visible: Tensor,  # (m, n)
-    scale: float,
-    logit_cap: float,
-    window: int,
-    out: Tensor,  # (m, H, D)
-) -> None:
-    """softmax(scale q k^T) v in float32, each row by itself."""
-    length = slots.numel()
-    for rows, span in _spans(q.shape[0], length, window):
-        stop = min(span.stop, length)
-        padding = span.stop - stop
-        part = F.pad(
-            slots[span.start : stop], (0, padding)
-        )  # slot 0 is SGLang's dummy: finite, and masked here
-        hidden = F.pad(~visible[rows, span.start : stop], (0, padding), value=True)
-        bias = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf")).unsqueeze(1).unsqueeze(1)
-        keys, values = (
-            buffer[part].float().transpose(0, 1) for buffer in (k_buffer, v_buffer)
-        )  # (Hkv, n, D)
-        grouped = q[rows].float().unflatten(1, (keys.shape[0], -1))  # (m, Hkv, H / Hkv, D)
-        keys, values = keys.expand(len(grouped), -1, -1, -1), values.expand(len(grouped), -1, -1, -1)
-        out[rows] = _attend(grouped, keys, values, bias, scale, logit_cap).flatten(1, 2).to(out.dtype)
-
-
-def _spans(new: int, length: int, window: int) -> Iterator[tuple[slice, slice]]:
-    """Consecutive rows whose spans of chunks are equal, and that span."""
-    prefix = length - new
-
-    def span_of(slot: int) -> tuple[int, int]:
-        oldest = max(0, slot + 1 - window) if window > 0 else 0
-        return oldest // CHUNK * CHUNK, (slot // CHUNK + 1) * CHUNK
-
-    first = 0
-    for row in range(1, new + 1):
-        if row == new or span_of(prefix + row) != span_of(prefix + first):
-            yield slice(first, row), slice(*span_of(prefix + first))
-            first = row
 
 
 def _attend_block(
@@ -194,12 +200,10 @@ def _attend_block(
     out: Tensor,  # (m, H, D)
 ) -> None:
     """softmax(scale q k^T) v in float32, all rows in one product."""
-    keys, values = (
-        buffer.index_select(0, slots).float().transpose(0, 1) for buffer in (k_buffer, v_buffer)
-    )  # (Hkv, n, D)
-    group = q.shape[1] // keys.shape[0]
-    keys, values = (t.repeat_interleave(group, 0).unsqueeze(0) for t in (keys, values))
-    bias = torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))
+    keys, values = (_gather(buffer, slots.unsqueeze(0)) for buffer in (k_buffer, v_buffer))
+    group = q.shape[1] // keys.shape[1]
+    keys, values = (t.repeat_interleave(group, 1) for t in (keys, values))
+    bias = torch.zeros(visible.shape).masked_fill_(~visible, -math.inf)
     result = _attend(q.float().transpose(0, 1).unsqueeze(0), keys, values, bias, scale, logit_cap)
     out.copy_(result.squeeze(0).transpose(0, 1))
 
