@@ -14,7 +14,7 @@ from sdsie_sglang.demo import compose
 from sdsie_sglang.demo.replay import repeated_share
 from sdsie_sglang.eval.prompts import Prompt, timed_prompts
 
-RECORD = Path(__file__).with_name("results") / "demo" / "answers.json"
+RECORD = Path(__file__).resolve().with_name("results") / "demo" / "answers.json"
 NEW_TOKENS = 250
 
 

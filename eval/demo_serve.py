@@ -1,7 +1,8 @@
 """Serves the 27 prompts with one way of decoding and records token ids and verify counts.
 
-`python -m sdsie_sglang.eval.demo_serve eagle3-chain5` writes `eval/results/demo/served-eagle3-chain5.json`. Greedy,
-float32 and no prefix cache, one request at a time. `eval/demo_table.py` compares these records with the replay.
+`python -m sdsie_sglang.eval.demo_serve eagle3-chain5` writes `eval/results/demo/served-eagle3-chain5.json`.
+Greedy, float32 and no prefix cache, one request at a time. `eval/demo_table.py` compares these records with
+the replay.
 """
 
 import argparse
@@ -12,13 +13,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from sdsie_sglang.demo import DemoCheckpoints, compose
+from sdsie_sglang.demo import DemoCheckpoints, DemoError, compose
 from sdsie_sglang.eval.chat import chat_ids
 from sdsie_sglang.eval.machine import describe, where
 from sdsie_sglang.eval.prompts import timed_prompts
 from sdsie_sglang.eval.server import Server
 
-RESULTS = Path(__file__).with_name("results") / "demo"
+RESULTS = Path(__file__).resolve().with_name("results") / "demo"
 TREE_TOKENS = 32
 
 
@@ -41,7 +42,10 @@ class Method:
         arguments += ["--context-length", "2048", "--max-total-tokens", "8192"]
         if self.model is None:
             return [*arguments, "--sdsie-off"]
-        arguments += ["--speculative-draft-model-path", str(getattr(models, self.model))]
+        drafter = getattr(models, self.model)
+        if drafter is None:
+            raise DemoError(f"the weights of {self.model} are not shipped with this checkout")
+        arguments += ["--speculative-draft-model-path", str(drafter)]
         if self.model == "draft" and not self.shifted:
             return [*arguments, "--sdsie-policy", "fixed", "--sdsie-k", str(self.drafted)]
         verified = self.drafted + 1 if self.topk == 1 else TREE_TOKENS

@@ -1,0 +1,199 @@
+"""Writes the demo's table: accept lengths of draft and head on the 27 prompts, and what servers say.
+
+`python -m sdsie_sglang.eval.demo_table` reads `eval/results/demo/answers.json` and the `served-….json`
+beside it, writes `replay.json` there, its section of `sdsie_sglang/demo/README.md`, and three figures of
+`eval/results/headline.json`.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from sdsie_sglang.demo import compose
+from sdsie_sglang.eval.demo_replay import (
+    CHAIN_LENGTHS,
+    DRAFT_LENGTHS,
+    Agreement,
+    Replayed,
+    Replayer,
+    accept_interval,
+    accept_length,
+    compare,
+    position_rates,
+    read_served,
+    set_threads,
+)
+from sdsie_sglang.eval.headline import ROOT, Figure, this_command, today, update
+from sdsie_sglang.eval.machine import where
+from sdsie_sglang.eval.prompts import CATEGORIES
+
+RESULTS = ROOT / "eval" / "results" / "demo"
+PAGE = ROOT / "sdsie_sglang" / "demo" / "README.md"
+COLUMNS = [("draft", k) for k in DRAFT_LENGTHS] + [("eagle3", k) for k in CHAIN_LENGTHS]
+DRAFTERS = ("draft", "shifted", "eagle3")
+
+BEGIN, END = "<!-- written by demo_table -->", "<!-- end of what demo_table writes -->"
+NEW_PAGE = f"# Demo\n\n{BEGIN}\n{END}\n"
+SECTION = """\
+## Accept length
+
+Tokens a cycle, the prefill's token not counted; greedy, float32, 27 prompts, up to {new_tokens} new tokens,
+by replay of the target's answers. An answer loops if more than 30 % of its 4-grams occurred before; the
+small target often does, and loops flatter every draft.
+
+{lengths}
+
+SGLang feeds its STANDALONE draft without the first token. The same draft fed like that gives
+{shifted} at K = 3, 5, 7 over all prompts.
+
+## Acceptance by position
+
+How often the n-th drafted token is right when all before it were (all prompts).
+
+{positions}
+
+## Servers agree
+
+Each method served the prompts through SGLang 0.5.23 ({served_where}), greedy in float32. "Predicted" counts
+the prompts whose number of verify passes the replay names exactly; "identical" those whose tokens are plain
+decoding's. `draft-k…` is this project's fixed gear, `standalone-k…` SGLang as shipped with the same draft,
+`eagle3-tree` has topk 8 and 32 verified tokens.
+
+{agreement}
+"""
+
+
+def lengths_table(answers: Sequence[Replayed]) -> str:
+    """One row a category, then all, code, and all without looping answers."""
+    groups = {category: [a for a in answers if a.category == category] for category in CATEGORIES}
+    groups["all"] = list(answers)
+    groups["code (4 prompts)"] = [answer for answer in answers if answer.is_code]
+    groups["all without loops"] = _without_loops(answers)
+    groups["code without loops"] = _without_loops(groups["code (4 prompts)"])
+    head = ["prompts", "answers", "looping", *(f"{_title(name)} {k}" for name, k in COLUMNS)]
+    rows = []
+    for title, group in groups.items():
+        counts = [str(len(group)), str(sum(answer.loops for answer in group))]
+        rows.append([title, *counts, *(f"{accept_length(group, name, k):.2f}" for name, k in COLUMNS)])
+    return markdown(head, rows)
+
+
+def _title(drafter: str) -> str:
+    return "draft K =" if drafter == "draft" else "head chain"
+
+
+def positions_table(answers: Sequence[Replayed]) -> str:
+    """Draft and head, 1st … 7th token. The head was trained for five steps."""
+    rates = {name: position_rates(answers, name) for name in ("draft", "eagle3")}
+    head = ["", *(str(n + 1) for n in range(len(rates["draft"])))]
+    return markdown(head, [[name, *(f"{rate:.2f}" for rate in values)] for name, values in rates.items()])
+
+
+def agreement_table(agreements: Sequence[Agreement]) -> str:
+    """One row a served method."""
+
+    def share(part: int | None, whole: int) -> str:
+        return "–" if part is None else f"{part} of {whole}"
+
+    rows = [
+        [
+            f"`{a.method}`",
+            share(a.predicted, a.prompts),
+            share(a.identical, a.prompts),
+            "–" if a.accept_length is None else f"{a.accept_length:.2f}",
+        ]
+        for a in agreements
+    ]
+    return markdown(["method", "predicted", "identical", "accept length"], rows)
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def figures(answers: Sequence[Replayed], record: str) -> list[Figure]:
+    """The headline figures of draft and head."""
+    code = [answer for answer in answers if answer.is_code]
+    named = {
+        "draft_accept_len_k5_all": (answers, "draft"),
+        "draft_accept_len_k5_code": (code, "draft"),
+        "eagle3_accept_len_chain5_all": (answers, "eagle3"),
+    }
+    return [
+        Figure(
+            name=name,
+            value=round(accept_length(group, drafter, 5), 4),
+            low=round(accept_interval(group, drafter, 5)[0], 4),
+            high=round(accept_interval(group, drafter, 5)[1], 4),
+            unit="tokens per cycle",
+            where=f"replay in float32 on {where()}; trained on one H200",
+            record=record,
+            command=this_command(),
+            date=today(),
+            note="95 % interval over prompts; prefill token not counted; "
+            f"without looping answers {accept_length(_without_loops(group), drafter, 5):.2f}",
+        )
+        for name, (group, drafter) in named.items()
+    ]
+
+
+def _without_loops(answers: Sequence[Replayed]) -> list[Replayed]:
+    return [answer for answer in answers if not answer.loops]
+
+
+def _record(answers: Sequence[Replayed], agreements: Sequence[Agreement]) -> dict[str, Any]:
+    """Raw figures: per answer, drafter and draft length its tokens and cycles; served records' agreement."""
+    rows = [
+        {
+            "id": answer.id,
+            "category": answer.category,
+            "is_code": answer.is_code,
+            "loops": answer.loops,
+            "tokens": len(answer.answer),
+            "walks": {name: {str(k): asdict(answer.walk(name, k)) for k in (3, 5, 7)} for name in DRAFTERS},
+        }
+        for answer in answers
+    ]
+    return {"answers": rows, "served": [asdict(agreement) for agreement in agreements]}
+
+
+def write_section(page: Path, section: str) -> None:
+    """Replace what lies between the two marks of the page; the rest of it is written by hand."""
+    text = page.read_text() if page.is_file() else NEW_PAGE
+    before, rest = text.split(BEGIN)
+    page.write_text(f"{before}{BEGIN}\n{section}{END}{rest.split(END)[1]}")
+
+
+def main() -> None:
+    """Replay, compare, write."""
+    parser = argparse.ArgumentParser(prog="python -m sdsie_sglang.eval.demo_table", description=__doc__)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    set_threads()
+    replayer = Replayer(compose())
+    source = json.loads((options.results / "answers.json").read_text())
+    answers = [replayer.replay(answer, DRAFTERS) for answer in source["answers"]]
+    served = read_served(options.results)
+    agreements = [compare(record, served.get("plain"), replayer) for record in served.values()]
+    path = options.results / "replay.json"
+    path.write_text(json.dumps(_record(answers, agreements)) + "\n")
+    section = SECTION.format(
+        new_tokens=source["new_tokens"],
+        lengths=lengths_table(answers),
+        shifted=", ".join(f"{accept_length(answers, 'shifted', k):.2f}" for k in DRAFT_LENGTHS),
+        positions=positions_table(answers),
+        served_where=", ".join(sorted({record["where"] for record in served.values()})) or "none yet",
+        agreement=agreement_table(agreements),
+    )
+    write_section(PAGE, section)
+    update(figures(answers, str(path.relative_to(ROOT))))
+    print(section)
+
+
+if __name__ == "__main__":
+    main()
