@@ -24,12 +24,12 @@ def describe() -> dict[str, Any]:
     }
 
 
-def where() -> str:
-    """The hardware in one phrase, for headline figures."""
-    gpus = _gpus()
-    if gpus:
+def where(described: dict[str, Any] | None = None) -> str:
+    """The hardware in one phrase, for headline figures: of this machine, or of a record's."""
+    machine = describe() if described is None else described
+    if gpus := machine["gpus"]:
         return f"{len(gpus)} x {gpus[0]['name']}"
-    return f"{len(os.sched_getaffinity(0))} cores, {_cpu_name()}"
+    return f"{machine['cores']} cores, {machine['cpu']}"
 
 
 def _version(name: str) -> str | None:
