@@ -97,9 +97,7 @@ def position_rates(answers: Iterable[Replayed], drafter: str) -> list[float]:
 
 
 def _sums(answers: Iterable[Replayed], drafter: str, drafted: int) -> np.ndarray:
-    return np.array(
-        [[len(answer.answer) - 1, answer.walk(drafter, drafted).verify_count] for answer in answers], float
-    )
+    return np.array([[len(answer.answer) - 1, answer.walk(drafter, drafted).verify_count] for answer in answers], float)
 
 
 @dataclass(frozen=True)

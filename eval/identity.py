@@ -43,9 +43,7 @@ def first_difference(ours: list[int], theirs: list[int]) -> int | None:
     """Index of the first token that differs, or None."""
     if ours == theirs:
         return None
-    return next(
-        (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
-    )
+    return next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
 
 
 def cells() -> Iterator[tuple[str, str, int]]:
@@ -57,16 +55,12 @@ def key(overlap: str, policy: str, at_once: int) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--headline", action="store_true", help="record the share as a quoted figure")
-    parser.add_argument(
-        "--sglang", nargs=argparse.REMAINDER, default=[], help="further flags for every server"
-    )
+    parser.add_argument("--sglang", nargs=argparse.REMAINDER, default=[], help="further flags for every server")
     args = parser.parse_args()
 
     models = compose()

@@ -87,9 +87,7 @@ class Server:
                 if process.poll() is not None:
                     raise ServerFailed(f"the server exited with {process.returncode}:\n{server.log_tail()}")
                 if waited_s > timeout_s:
-                    raise ServerFailed(
-                        f"the server was not healthy in {timeout_s:.0f} s:\n{server.log_tail()}"
-                    )
+                    raise ServerFailed(f"the server was not healthy in {timeout_s:.0f} s:\n{server.log_tail()}")
                 if on_wait is not None:
                     on_wait(waited_s, server.log_tail(1))
                 time.sleep(1.0)
@@ -133,14 +131,10 @@ class Server:
     def post(self, route: str, body: dict[str, Any], **kwargs: Any) -> requests.Response:
         return requests.post(f"{self.url}{route}", json=body, timeout=kwargs.pop("timeout", 600), **kwargs)
 
-    def generate(
-        self, prompt: str | list[int], *, temperature: float = 0.0, **options: Any
-    ) -> dict[str, Any]:
+    def generate(self, prompt: str | list[int], *, temperature: float = 0.0, **options: Any) -> dict[str, Any]:
         """SGLang's /generate with a text or token ids. Options that it names go beside
         sampling_params, all others into it. Raises requests.HTTPError."""
-        outer = {
-            k: options.pop(k) for k in list(options) if k in ("return_logprob", "rid", "top_logprobs_num")
-        }
+        outer = {k: options.pop(k) for k in list(options) if k in ("return_logprob", "rid", "top_logprobs_num")}
         body = {
             "text" if isinstance(prompt, str) else "input_ids": prompt,
             "sampling_params": {"temperature": temperature, **options},

@@ -89,9 +89,7 @@ async def refuse_bad_policy(original: Callable[..., Any], manager: Any, obj: Any
         raise HTTPException(status_code=400, detail=f"sdsie: {problem}")
     updated = await original(manager, obj)
     if ours and not all(updated):
-        raise HTTPException(
-            status_code=400, detail="sdsie: rejected, nothing was changed; see the server's log"
-        )
+        raise HTTPException(status_code=400, detail="sdsie: rejected, nothing was changed; see the server's log")
     return updated
 
 

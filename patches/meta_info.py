@@ -9,7 +9,7 @@ from sdsie_sglang.patches.hook import Hook, Kind
 KEY = "sdsie"
 
 
-def add_streamer(original: Callable[[Any], type], scheduler: Any) -> type:
+def add_streamer(original: Callable[[Any], Any], scheduler: Any) -> Any:
     """SGLang's output streamer, extended by a field that SGLang leaves to subclasses."""
     base = original(scheduler)
     if getattr(scheduler.spec_algorithm, "name", None) != ALGORITHM:
@@ -38,10 +38,7 @@ def unwrap_summary(
     index: int,
     finish_reason: Any,
 ) -> None:
-    """SGLang collects such fields token by token into a list; ours is one object a request.
-
-    It also corrects `spec_accept_rate`, which assumes one width for every cycle.
-    """
+    """SGLang collects such fields token by token into a list; ours is one object a request."""
     ours = customized_info.get(KEY)
     rest = {key: values for key, values in customized_info.items() if key != KEY}
     original(manager, meta_info, state, rest, index, finish_reason)

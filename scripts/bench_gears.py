@@ -73,9 +73,7 @@ def write_shape(folder: Path, shape: str) -> Path:
     return folder
 
 
-def server_plans(
-    args: argparse.Namespace, target: Path, draft: Path
-) -> dict[str, tuple[list[str], dict[str, str]]]:
+def server_plans(args: argparse.Namespace, target: Path, draft: Path) -> dict[str, tuple[list[str], dict[str, str]]]:
     """Arguments and environment of each server."""
     common = [
         "--model-path", str(target), "--context-length", "4096", "--max-total-tokens", "65536",
@@ -119,11 +117,7 @@ def run_once(server: Server, batch: int, tokens: int, prompts: list[list[int]]) 
     """One burst of `batch` requests. Tokens per second of the whole burst, prefill included."""
     with ThreadPoolExecutor(batch) as pool:
         started = time.perf_counter()
-        done = list(
-            pool.map(
-                lambda ids: server.generate(ids, max_new_tokens=tokens, ignore_eos=True), prompts[:batch]
-            )
-        )
+        done = list(pool.map(lambda ids: server.generate(ids, max_new_tokens=tokens, ignore_eos=True), prompts[:batch]))
         wall_s = time.perf_counter() - started
     produced = sum(len(d["output_ids"]) for d in done)
     accept = [d["meta_info"].get("spec_accept_length") or 1.0 for d in done]
@@ -233,9 +227,7 @@ def note(name: str, value: float) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--target", type=Path)
     parser.add_argument("--draft", type=Path)
@@ -243,9 +235,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--headline", action="store_true", help="record the figures as quoted ones")
-    parser.add_argument(
-        "--sglang", nargs=argparse.REMAINDER, default=[], help="further flags for every server"
-    )
+    parser.add_argument("--sglang", nargs=argparse.REMAINDER, default=[], help="further flags for every server")
     args = parser.parse_args()
     if (args.target is None) != (args.draft is None):
         parser.error("--target and --draft go together")

@@ -122,16 +122,10 @@ def check_draft(target: str, draft: str) -> None:
             raise ConfigError(f"the {role} model {path} is not a folder")
     sizes = [_read_json(path, "config.json").get("vocab_size") for path in (target, draft)]
     if None not in sizes and sizes[0] != sizes[1]:
-        raise ConfigError(
-            f"the draft's vocabulary has {sizes[1]} tokens and the target's {sizes[0]}: they must match"
-        )
-    vocabularies = [
-        _read_json(path, "tokenizer.json").get("model", {}).get("vocab") for path in (target, draft)
-    ]
+        raise ConfigError(f"the draft's vocabulary has {sizes[1]} tokens and the target's {sizes[0]}: they must match")
+    vocabularies = [_read_json(path, "tokenizer.json").get("model", {}).get("vocab") for path in (target, draft)]
     if None not in vocabularies and vocabularies[0] != vocabularies[1]:
-        raise ConfigError(
-            "the draft's tokenizer gives other ids than the target's: use a draft of the same family"
-        )
+        raise ConfigError("the draft's tokenizer gives other ids than the target's: use a draft of the same family")
 
 
 def _read_json(folder: str, name: str) -> dict[str, Any]:

@@ -78,9 +78,7 @@ def build(
         rows.append(ids)
         columns.append((length, start, CATEGORIES.index(seeds[seed].category),
                         seeds[seed].answer_temperature == 0, _is_held_out(user)))  # fmt: skip
-    lengths, starts, categories, greedy, held_out = (
-        np.array(column) for column in zip(*columns, strict=True)
-    )
+    lengths, starts, categories, greedy, held_out = (np.array(column) for column in zip(*columns, strict=True))
     return Corpus(np.concatenate(rows), lengths, starts, categories, greedy, held_out), dict(counts)
 
 

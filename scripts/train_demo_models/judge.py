@@ -48,10 +48,7 @@ def accept_lengths(
             tokens[key] += len(text.tokens) - text.prompt_length - 1
             for length in drafted:
                 cycles[key][length] += walk(flags[:length], text).verify_count
-    return {
-        key: {str(length): round(tokens[key] / cycles[key][length], 4) for length in drafted}
-        for key in tokens
-    }
+    return {key: {str(length): round(tokens[key] / cycles[key][length], 4) for length in drafted} for key in tokens}
 
 
 @torch.inference_mode()

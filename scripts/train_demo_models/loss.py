@@ -48,9 +48,7 @@ class DistillationLoss(torch.autograd.Function):
             chunk = slice(start, start + CHUNK)
             teacher = teacher_hidden[chunk] @ embedding.T
             for step in range(steps):
-                loss, towards_logits, same = DistillationLoss.compiled(
-                    hidden[step, chunk] @ embedding.T, teacher
-                )
+                loss, towards_logits, same = DistillationLoss.compiled(hidden[step, chunk] @ embedding.T, teacher)
                 losses[step] += loss.sum() / count
                 agreed[step] += same.sum() / count
                 gradient[step, chunk] = (towards_logits @ embedding) * (weights[step] / count)

@@ -1,8 +1,14 @@
-"""Trains the demo's draft and EAGLE-3 head on one GPU: `python scripts/train_demo_models/main.py STAGE …`.
+"""Trains the demo's draft and EAGLE-3 head on one GPU, from text that the target writes itself.
 
-Stages, in order: `generate` writes the corpus, `draft` trains candidates of several depths and finishes the
-best, `eagle3` trains the head for as long as the finished draft was trained. Each can be stopped and run
-again.
+    PYTHONPATH=. python scripts/train_demo_models/main.py generate --target DIR --run RUN --seconds 150
+    PYTHONPATH=. python scripts/train_demo_models/main.py draft    --target DIR --run RUN --seconds 165
+    PYTHONPATH=. python scripts/train_demo_models/main.py eagle3   --target DIR --run RUN --seconds 165
+    PYTHONPATH=. python scripts/train_demo_models/ship.py --run RUN
+
+`generate` writes the corpus, `draft` trains candidates of several depths and finishes the best, `eagle3` trains
+the head for as long as the finished draft was trained. `draft` and `eagle3` save their state every minute and
+go on from it when run again; they never take longer than their time box. DIR is the `target` folder that
+`python -m sdsie_sglang.demo` prints.
 """
 
 import argparse
@@ -103,9 +109,7 @@ def eagle3(options: argparse.Namespace) -> None:
     head = Eagle3Head.from_target(options.target).to(options.device)
     Trainer(HeadStudent(head), features, _plan(options), options.run, "eagle3").train(options.seconds)
     lengths = {
-        name: accept_lengths(
-            some, lambda text: head_flags(target, head, text, max(CHAIN_LENGTHS)), CHAIN_LENGTHS
-        )
+        name: accept_lengths(some, lambda text: head_flags(target, head, text, max(CHAIN_LENGTHS)), CHAIN_LENGTHS)
         for name, some in texts.items()
     }
     (options.run / "eagle3.json").write_text(json.dumps({"final": lengths}, indent=1) + "\n")
@@ -114,18 +118,14 @@ def eagle3(options: argparse.Namespace) -> None:
 
 def _draft_lengths(model: Llama, texts: dict[str, Texts]) -> dict[str, dict[str, dict[str, float]]]:
     return {
-        name: accept_lengths(
-            some, lambda text: [draft_flags(model, text)] * max(DRAFT_LENGTHS), DRAFT_LENGTHS
-        )
+        name: accept_lengths(some, lambda text: [draft_flags(model, text)] * max(DRAFT_LENGTHS), DRAFT_LENGTHS)
         for name, some in texts.items()
     }
 
 
 def _choose(trials: dict[str, dict], least: float) -> str:
     """The candidate with the most tokens per millisecond among those that accept enough, else the deepest."""
-    enough = [
-        name for name, trial in trials.items() if trial["accept_lengths"]["held out"]["all"]["5"] >= least
-    ]
+    enough = [name for name, trial in trials.items() if trial["accept_lengths"]["held out"]["all"]["5"] >= least]
     if not enough:
         return max(trials, key=lambda name: len(trials[name]["layers"]))
     return max(enough, key=lambda name: trials[name]["tokens_per_ms_k5"])
@@ -166,9 +166,7 @@ def _layers(text: str) -> tuple[int, ...]:
 
 def main() -> None:
     """Run one stage."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stage", choices=["generate", "draft", "eagle3"])
     parser.add_argument("--target", type=Path, required=True, help="checkpoint folder of the target")
     parser.add_argument("--run", type=Path, required=True, help="folder for everything that is made")
@@ -192,9 +190,7 @@ def main() -> None:
         help="the target's layers that each candidate draft starts from, as in 0-1-28-29",
     )  # fmt: skip
     training.add_argument("--trial-seconds", type=float, default=40.0)
-    training.add_argument(
-        "--least", type=float, default=2.5, help="accept length a chosen candidate must reach"
-    )
+    training.add_argument("--least", type=float, default=2.5, help="accept length a chosen candidate must reach")
     options = parser.parse_args()
     options.run.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(options.seed)

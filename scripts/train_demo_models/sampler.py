@@ -45,9 +45,7 @@ class Conversations:
 class KeyValueCache:
     """Keys and values of every layer, (slots, 3, length, D) each."""
 
-    def __init__(
-        self, layers: int, slots: int, length: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, layers: int, slots: int, length: int, device: torch.device, dtype: torch.dtype) -> None:
         shape = (layers, slots, KV_HEADS, length, HEAD_DIM)
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
@@ -62,9 +60,7 @@ def decode(model: Llama, tokens: Tensor, positions: Tensor, cache: KeyValueCache
     x = F.embedding(tokens, model.embedding)
     cosines, sines = cache.cosines[positions, None], cache.sines[positions, None]  # (slots, 1, D)
     hidden_places = (cache.places > positions[:, None])[:, None, None]  # (slots, 1, 1, length)
-    bias = torch.zeros(hidden_places.shape, device=x.device, dtype=x.dtype).masked_fill(
-        hidden_places, -torch.inf
-    )
+    bias = torch.zeros(hidden_places.shape, device=x.device, dtype=x.dtype).masked_fill(hidden_places, -torch.inf)
     for layer, block in enumerate(model.blocks):
         assert isinstance(block, Block)
         joined = linear(rms_norm(x, block.input_norm), block.qkv).unflatten(-1, (-1, HEAD_DIM))
@@ -74,9 +70,7 @@ def decode(model: Llama, tokens: Tensor, positions: Tensor, cache: KeyValueCache
         cache.values[layer][where] = joined[:, HEADS + KV_HEADS :]
         # The three query heads of a group act as three rows of one head, so keys are read once.
         queries = rotated[:, :HEADS].unflatten(1, (KV_HEADS, GROUP))
-        attended = F.scaled_dot_product_attention(
-            queries, cache.keys[layer], cache.values[layer], attn_mask=bias
-        )
+        attended = F.scaled_dot_product_attention(queries, cache.keys[layer], cache.values[layer], attn_mask=bias)
         x = block.feed_forward(x + linear(attended.flatten(1), block.out))
     return rms_norm(x, model.norm)
 
@@ -150,9 +144,7 @@ class Sampler:
     def _open_answers(self, turn_over: Tensor, following: Tensor) -> None:
         """Where the user's turn just ended, put the template's text between the turns behind it."""
         start = following + 1
-        places = (start[:, None] + torch.arange(len(self.between), device=start.device)).clamp(
-            max=self.length - 1
-        )
+        places = (start[:, None] + torch.arange(len(self.between), device=start.device)).clamp(max=self.length - 1)
         old = self.history.gather(1, places)
         self.history.scatter_(1, places, torch.where(turn_over[:, None], self.reply, old))
         behind = start + len(self.between)

@@ -129,8 +129,7 @@ def _card(manifest: dict[str, Any], record: dict[str, Any], hardware: str) -> st
         target_ms=chosen["target_step_ms"],
         runner_up=len(runner_up["layers"]),
         trials="\n".join(
-            _trial_row(trial, _steps_in_trial(curves[other], curves))
-            for other, trial in draft["trials"].items()
+            _trial_row(trial, _steps_in_trial(curves[other], curves)) for other, trial in draft["trials"].items()
         ),
         finished_steps=f"{curves[name]['step']:,}",
         finished_ms=chosen["draft_step_ms"],
@@ -196,9 +195,7 @@ def _write(path: Path, content: Any) -> None:
 
 def main() -> None:
     """Ship one run."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="folder that main.py wrote")
     parser.add_argument("--hardware", default="One NVIDIA H200, PyTorch 2.11")
     options = parser.parse_args()

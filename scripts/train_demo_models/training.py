@@ -152,9 +152,7 @@ class Trainer:
         device = batch.tokens.device
         row_index, place_index = to_device(row, device), to_device(place, device)
         entry = place_index - self.student.lag
-        hidden = torch.stack(
-            [output[row_index, entry] for output in self.student.hidden(batch, self.features)]
-        )
+        hidden = torch.stack([output[row_index, entry] for output in self.student.hidden(batch, self.features)])
         teacher = self.features.final[batch.places[row_index, place_index]]
         weights = torch.tensor(self.student.step_weights, device=device)
         embedding = self.student.model.embedding

@@ -72,9 +72,7 @@ def around_eagle_sample(
         return original(verify_input, batch, logits_output, *args, **kwargs)
 
     def draw() -> Tensor:
-        return sample_target_tokens(
-            logits_output.next_token_logits, batch.sampling_info, verify_input.positions
-        )
+        return sample_target_tokens(logits_output.next_token_logits, batch.sampling_info, verify_input.positions)
 
     token = _draw.set(draw)
     try:

@@ -94,9 +94,7 @@ def show_comparison(answers: list[Answer], strips: dict[tuple[str, str], list[di
     width = max(40, shutil.get_terminal_size().columns - 12)
     plain = {a.prompt: a for a in answers if a.policy == "plain"}
     same = True
-    say(
-        f"\n{'prompt':10s} {'policy':8s} {'identical':>9s} {'tok/s':>7s} {'accepted':>8s}  cycles in each gear"
-    )
+    say(f"\n{'prompt':10s} {'policy':8s} {'identical':>9s} {'tok/s':>7s} {'accepted':>8s}  cycles in each gear")
     for a in answers:
         identical = a.ids == plain[a.prompt].ids
         same &= identical
@@ -123,9 +121,7 @@ def run(args: argparse.Namespace) -> int:
         models = compose()
         target, draft = str(models.target), str(models.draft or models.target)
         if models.draft is None:
-            say(
-                "There is no trained draft yet: the target drafts for itself, which shows gears but no speed."
-            )
+            say("There is no trained draft yet: the target drafts for itself, which shows gears but no speed.")
     else:
         target, draft = args.target, args.draft
     reference = timed_prompts(["reference"])
@@ -191,16 +187,14 @@ def write_record(path: Path, answers: list[Answer], first_token_s: float, memory
                 record=str(path),
                 command=command,
                 date=headline.today(),
-            )  # fmt: skip
+            )
             for name, (value, unit) in figures.items()
         ]
     )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=96, help="length of an answer at most (default 96)")
     parser.add_argument("--target", help="a model of yours; needs --draft")
     parser.add_argument("--draft", help="a draft with the same tokenizer")

@@ -42,12 +42,8 @@ class PrometheusMetrics:
         self._draft_passes = counter("draft_passes", "Forward passes of the draft").labels(**labels)
         self._switches = counter("gear_switches", "Gear changes, summed over requests").labels(**labels)
         self._committed = counter("committed_tokens", "Tokens committed, by gear", "gear")
-        self._failures = counter("gate_failures", "Failures inside the gate, each run in gear 0").labels(
-            **labels
-        )
-        self._rejected = counter("rejected_entropies", "Entropies that were no usable number").labels(
-            **labels
-        )
+        self._failures = counter("gate_failures", "Failures inside the gate, each run in gear 0").labels(**labels)
+        self._rejected = counter("rejected_entropies", "Entropies that were no usable number").labels(**labels)
         self._entropy = Histogram(
             "sdsie:entropy_bits",
             "Target entropy at the last committed position of a cycle",

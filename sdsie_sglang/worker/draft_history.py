@@ -12,9 +12,7 @@ import torch
 from sdsie_sglang.worker.request_state import RequestState
 
 
-def ragged_positions(
-    lengths: list[int], ends: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def ragged_positions(lengths: list[int], ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Flat indices of `lengths[i]` consecutive positions that end just before `ends[i]`.
 
     Args:

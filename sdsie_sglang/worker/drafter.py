@@ -54,9 +54,7 @@ class Drafter:
     chunk_tokens: tokens of one catch-up pass at most.
     """
 
-    def __init__(
-        self, draft_worker: Any, target_worker: Any, history: DraftHistory, chunk_tokens: int
-    ) -> None:
+    def __init__(self, draft_worker: Any, target_worker: Any, history: DraftHistory, chunk_tokens: int) -> None:
         self.history = history
         self.passes = DraftPassCounter(draft_worker.draft_runner)
         self.catch_up_passes = 0
@@ -91,9 +89,7 @@ class Drafter:
             device=batch.device,
         )
 
-    def verified(
-        self, batch: Any, states: list[RequestState], result: Any, draft_tokens: torch.Tensor
-    ) -> None:
+    def verified(self, batch: Any, states: list[RequestState], result: Any, draft_tokens: torch.Tensor) -> None:
         """Remembers the last drafted token that was accepted, which the next cycle rewrites.
 
         Args:

@@ -102,9 +102,7 @@ class SdsieWorker(StandaloneWorkerV2):
 
     # -- phases -----------------------------------------------------------------------------
 
-    def _prefill(
-        self, batch: Any, on_publish: Callable[[torch.Tensor], None] | None
-    ) -> GenerationBatchResult:
+    def _prefill(self, batch: Any, on_publish: Callable[[torch.Tensor], None] | None) -> GenerationBatchResult:
         """The target alone. The draft sees the prompt when it is first engaged."""
         states = [self._begin(req) for req in batch.reqs]
         self._target_worker.model_runner.shared_read_done_event = None
@@ -169,9 +167,7 @@ class SdsieWorker(StandaloneWorkerV2):
                 rids=[req.rid for req in batch.reqs],
                 states=states,
                 gates=[state.gate for state in states],
-                numbers=HostCopy(
-                    torch.cat([result.accept_lens.unsqueeze(1), entropies.view(len(states), -1)], dim=1)
-                ),
+                numbers=HostCopy(torch.cat([result.accept_lens.unsqueeze(1), entropies.view(len(states), -1)], dim=1)),
             )
         )
         return result

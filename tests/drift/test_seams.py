@@ -24,12 +24,12 @@ def test_installed_sglang_is_the_pinned_one():
     assert sglang.__version__ == pinned_sglang()
 
 
-@pytest.mark.parametrize("hook", (*HOOKS, *CPU_HOOKS), ids=lambda hook: hook.target)
+@pytest.mark.parametrize("hook", [*HOOKS, *CPU_HOOKS], ids=lambda hook: hook.target)
 def test_patched_place_is_there(hook):
     check_callable(hook.target, hook.parameters)
 
 
-@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.path)
+@pytest.mark.parametrize("seam", list(SEAMS), ids=lambda seam: seam.path)
 def test_used_place_is_there(seam):
     check_callable(seam.path, seam.parameters)
 

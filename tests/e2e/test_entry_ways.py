@@ -21,7 +21,8 @@ def main():
         device="cpu", dtype="float32", disable_cuda_graph=True, context_length=2048, max_total_tokens=4096,
         log_level="warning",
     )
-    done = engine.generate(input_ids=prompt, sampling_params={"temperature": 0, "max_new_tokens": 12, "ignore_eos": True})
+    sampling = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+    done = engine.generate(input_ids=prompt, sampling_params=sampling)
     print("RESULT", json.dumps({"ids": done["output_ids"], "sdsie": done["meta_info"]["sdsie"]}))
     engine.shutdown()
 
@@ -64,17 +65,20 @@ def test_engine(baseline, models, draft, prompts, tmp_path):
     assert answer["sdsie"]["cycles"]
 
 
+DRAFTED = ["--speculative-draft-model-path", "{draft}"]
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
         ([], "a draft model is missing"),
         (["--speculative-draft-model-path", "/nowhere/draft"], "is not a folder"),
         (["--speculative-draft-model-path", "{other}"], "the draft's vocabulary has 7 tokens"),
-        (["--speculative-draft-model-path", "{draft}", "--speculative-eagle-topk", "4"], "a chain, not a tree"),
-        (["--speculative-draft-model-path", "{draft}", "--pp-size", "2"], "pipeline parallelism"),
-        (["--speculative-draft-model-path", "{draft}", "--dp-size", "2", "--enable-dp-attention", "--tp-size", "2"], "DP attention"),
+        ([*DRAFTED, "--speculative-eagle-topk", "4"], "a chain, not a tree"),
+        ([*DRAFTED, "--pp-size", "2"], "pipeline parallelism"),
+        ([*DRAFTED, "--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"], "DP attention"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_served_is_refused_before_weights_are_loaded(models, draft, tmp_path, flags, says):
     other = tmp_path / "other"
     other.mkdir()

@@ -78,9 +78,7 @@ def test_metrics_count_what_ran(gears, cycles_of):
     def read():
         text = requests.get(f"{gears.url}/metrics", timeout=30).text
         rows = [line for line in text.splitlines() if line.startswith("sdsie:")]
-        return {
-            row.rsplit(" ", 1)[0].split("{")[0] + _gear(row): float(row.rsplit(" ", 1)[1]) for row in rows
-        }
+        return {row.rsplit(" ", 1)[0].split("{")[0] + _gear(row): float(row.rsplit(" ", 1)[1]) for row in rows}
 
     def _gear(row):
         return "@" + row.split('gear="')[1].split('"')[0] if 'gear="' in row else ""

@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
 import requests
@@ -21,7 +22,7 @@ def changing_gears(gears):
 def test_streaming_adds_up_to_the_same_answer(gears, baseline, prompts):
     events = list(gears.stream(prompts[2], max_new_tokens=TOKENS, ignore_eos=True))
     assert len(events) > 3
-    assert all(b["text"].startswith(a["text"]) for a, b in zip(events, events[1:], strict=False))
+    assert all(b["text"].startswith(a["text"]) for a, b in pairwise(events))
     assert events[-1]["output_ids"] == baseline.ids[2]
     assert events[-1]["meta_info"]["sdsie"]["cycles"]
 
@@ -100,9 +101,7 @@ def test_multi_turn_and_a_radix_hit_on_gear_0_text(gears, models, baseline, prom
     gears.flush_cache()
     cold = gears.generate(turn, max_new_tokens=16, ignore_eos=True)
     assert warm["output_ids"] == cold["output_ids"]
-    assert warm["meta_info"]["spec_verify_ct"] == cold["meta_info"]["spec_verify_ct"], (
-        "the draft saw stale KV"
-    )
+    assert warm["meta_info"]["spec_verify_ct"] == cold["meta_info"]["spec_verify_ct"], "the draft saw stale KV"
 
 
 def test_abort_frees_the_server(gears, baseline, prompts):

@@ -15,11 +15,12 @@ pytestmark = [
 ]
 BF16, FP16 = torch.bfloat16, torch.float16
 TILES = {
-    "fragment": Tile("fragment", rows=2, warps=8),
+    "fragment": Tile("fragment", rows=2, warps=4),
     "one_row_tile": Tile("fragment", rows=1, warps=16),
-    "split": Tile("fragment", rows=2, warps=4, split_k=4),
-    "centred": Tile("fragment", rows=4, warps=4, centre=True),
+    "split": Tile("fragment", rows=2, warps=8, split_k=2),
+    "not_centred": Tile("fragment", rows=2, warps=4, centre=False, ahead=False),
     "fused": Tile("fused", block_m=64, block_n=64, warps=4),
+    "fused_split": Tile("fused", block_m=32, block_n=128, warps=8, split_k=3),
     "dequant": DEQUANT,
 }
 
@@ -40,9 +41,7 @@ def _check(y: torch.Tensor, x: torch.Tensor, weight: PackedWeight, rounded: bool
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
 @pytest.mark.parametrize("group", [0, 32, 64, 128])
-def test_one_hot_returns_the_dequantized_weights(
-    name: str, group: int, symmetric: bool, dtype: torch.dtype
-) -> None:
+def test_one_hot_returns_the_dequantized_weights(name: str, group: int, symmetric: bool, dtype: torch.dtype) -> None:
     weight = _weight(200, 1288, group, symmetric, dtype)
     x = torch.eye(1288, device="cuda", dtype=dtype)
     step = 64 if TILES[name].path == "fragment" else 1288
@@ -77,7 +76,7 @@ def test_rows_do_not_depend_on_the_batch() -> None:
         assert torch.equal(int4_gemm(x[:m], weight), full[:m])
 
 
-@pytest.mark.parametrize("name", ["fragment", "split", "fused", "dequant"])
+@pytest.mark.parametrize("name", ["fragment", "split", "fused", "fused_split", "dequant"])
 def test_repeats_and_graph_replay_agree(name: str) -> None:
     weight = _weight(2048, 2048, 128, True)
     x = torch.randn(6, 2048, device="cuda").to(BF16)

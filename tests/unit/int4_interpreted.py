@@ -11,9 +11,9 @@ from sdsie_sglang.kernels.int4_gemm.reference import tolerance
 from sdsie_sglang.kernels.int4_gemm.tiles import DEQUANT, Tile
 
 BF16, FP16 = torch.bfloat16, torch.float16
-FRAGMENT = Tile("fragment", rows=2, warps=2)
-SPLIT = Tile("fragment", rows=1, warps=2, split_k=2)
-CENTRED = Tile("fragment", rows=2, warps=4, centre=True)
+FRAGMENT = Tile("fragment", rows=2, warps=4)
+SPLIT = Tile("fragment", rows=1, warps=4, split_k=2)
+NOT_CENTRED = Tile("fragment", rows=1, warps=4, centre=False, ahead=False)
 FUSED = Tile("fused", block_m=64, block_n=32, warps=4)
 
 
@@ -22,9 +22,7 @@ def _weight(n: int, k: int, group: int, symmetric: bool, dtype: torch.dtype = BF
     return pack(quantize(torch.randn(n, k, generator=generator) * 0.05, group, symmetric, scale_dtype=dtype))
 
 
-def _close(
-    y: torch.Tensor, x: torch.Tensor, weight, rounded: bool = False, bias: torch.Tensor | None = None
-) -> None:
+def _close(y: torch.Tensor, x: torch.Tensor, weight, rounded: bool = False, bias: torch.Tensor | None = None) -> None:
     exact = x.float() @ dequantize(weight).T + (0 if bias is None else bias.float())
     allowed = tolerance(x, weight, x.dtype, rounded)
     if bias is not None:
@@ -34,7 +32,7 @@ def _close(
 
 
 @pytest.mark.parametrize(
-    "tile", [FRAGMENT, SPLIT, CENTRED, FUSED], ids=["fragment", "split", "centred", "fused"]
+    "tile", [FRAGMENT, SPLIT, NOT_CENTRED, FUSED], ids=["fragment", "split", "not centred", "fused"]
 )
 @pytest.mark.parametrize(
     ("group", "symmetric", "dtype"),
@@ -47,9 +45,7 @@ def _close(
         (32, False, FP16),
     ],
 )
-def test_one_hot_returns_the_dequantized_weights(
-    tile: Tile, group: int, symmetric: bool, dtype: torch.dtype
-) -> None:
+def test_one_hot_returns_the_dequantized_weights(tile: Tile, group: int, symmetric: bool, dtype: torch.dtype) -> None:
     weight = _weight(24, 264, group, symmetric, dtype)
     picks = torch.tensor([0, 1, 9, 31, 32, 63, 64, 127, 128, 200, 255, 256, 263])
     x = torch.zeros(len(picks), 264, dtype=dtype)
@@ -60,14 +56,15 @@ def test_one_hot_returns_the_dequantized_weights(
 @pytest.mark.parametrize(
     ("m", "n", "k", "tile"),
     [
-        (1, 16, 128, Tile("fragment", rows=1, warps=1)),
+        (1, 16, 128, Tile("fragment", rows=1, warps=4)),
         (6, 48, 512, FRAGMENT),
         (6, 48, 512, SPLIT),
-        (8, 33, 384, CENTRED),
+        (8, 33, 384, NOT_CENTRED),
         (13, 40, 520, SPLIT),
         (16, 17, 136, FRAGMENT),
         (17, 40, 264, FRAGMENT),
         (70, 50, 200, FUSED),
+        (20, 50, 700, Tile("fused", block_m=32, block_n=64, warps=4, split_k=2)),
         (5, 40, 264, DEQUANT),
     ],
 )

@@ -22,9 +22,7 @@ def test_defaults_are_the_shippable_ones():
 
 
 def test_flags_reach_the_policy():
-    config = parse(
-        "--sdsie-policy", "entropy", "--sdsie-preset", "paper", "--sdsie-alpha", "0.5", "--sdsie-k", "3"
-    )
+    config = parse("--sdsie-policy", "entropy", "--sdsie-preset", "paper", "--sdsie-alpha", "0.5", "--sdsie-k", "3")
     assert config.policy.model_dump(include={"policy", "k", "theta_low", "alpha"}) == {
         "policy": "entropy",
         "k": 3,

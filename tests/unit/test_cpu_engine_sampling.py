@@ -208,9 +208,7 @@ def test_the_first_token_after_a_tree_has_the_targets_distribution(verify):
     child = torch.tensor([[1, -1, -1]]).repeat(TRIALS, 1)
     sibling = torch.tensor([[-1, 2, -1]]).repeat(TRIALS, 1)
     setting = {"temperature": 1.3}
-    accepted, bonus = verify_batch(
-        verify, logits.repeat(TRIALS, 1), [setting] * TRIALS, tokens, child, sibling
-    )
+    accepted, bonus = verify_batch(verify, logits.repeat(TRIALS, 1), [setting] * TRIALS, tokens, child, sibling)
     assert set(bonus[accepted == 0].tolist()).isdisjoint({a, b})
     root = exact(logits[0], **setting)
     rejected = torch.where(torch.isin(torch.arange(VOCABULARY), torch.tensor([a, b])), 0.0, root)

@@ -129,6 +129,4 @@ def test_shards_stay_small_and_complete(tmp_path: Path, monkeypatch: pytest.Monk
     paths = save_shards(weights, tmp_path, "draft")
     assert [path.name for path in paths] == [f"draft-{n}.safetensors" for n in (1, 2, 3)]
     merged = {name: tensor for path in paths for name, tensor in load_file(path).items()}
-    assert {name: float(tensor[0]) for name, tensor in merged.items()} == {
-        f"w{n}": float(n) for n in range(5)
-    }
+    assert {name: float(tensor[0]) for name, tensor in merged.items()} == {f"w{n}": float(n) for n in range(5)}

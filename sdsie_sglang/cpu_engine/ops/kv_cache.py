@@ -7,10 +7,7 @@ from torch import Tensor
 from .registry import op
 
 
-@op(
-    "store_cache_cpu(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
-    "Tensor indices, int row_dim) -> ()"
-)
+@op("store_cache_cpu(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor indices, int row_dim) -> ()")
 def store_cache_cpu(
     k: Tensor,  # (M, Hkv, D)
     v: Tensor,

@@ -131,9 +131,7 @@ def reconstruct_indices_from_tree_mask(
     parents = torch.where(ancestors, order, -1).amax(-1)  # (bs, n): the nearest ancestor
     is_child = (parents.unsqueeze(1) == order.view(1, n, 1)) & (order.view(1, 1, n) > 0)  # (bs, parent, node)
     later_sibling = (
-        (parents.unsqueeze(1) == parents.unsqueeze(2))
-        & (parents.unsqueeze(2) >= 0)
-        & (order > order.view(n, 1))
+        (parents.unsqueeze(1) == parents.unsqueeze(2)) & (parents.unsqueeze(2) >= 0) & (order > order.view(n, 1))
     )
     positions.view(bs, n).copy_(ancestors.sum(-1) + seq_lens.view(bs, 1))
     retrieve_index.view(bs, n).copy_(torch.arange(bs * n).view(bs, n))
@@ -168,10 +166,7 @@ def build_draft_decode_metadata_cpu(
     return table
 
 
-@op(
-    "fill_bonus_tokens_cpu(Tensor accept_tokens, Tensor accept_lens, Tensor(a!) bonus_tokens, "
-    "int accept_stride) -> ()"
-)
+@op("fill_bonus_tokens_cpu(Tensor accept_tokens, Tensor accept_lens, Tensor(a!) bonus_tokens, int accept_stride) -> ()")
 def fill_bonus_tokens_cpu(
     accept_tokens: Tensor,  # (bs * accept_stride,)
     accept_lens: Tensor,  # (bs,) the bonus token counted
@@ -183,10 +178,7 @@ def fill_bonus_tokens_cpu(
     bonus_tokens.copy_(accept_tokens.view(-1)[last])
 
 
-@op(
-    "fill_accept_out_cache_loc_cpu(Tensor accept_index, Tensor out_cache_loc, "
-    "Tensor(a!) accept_out_cache_loc) -> ()"
-)
+@op("fill_accept_out_cache_loc_cpu(Tensor accept_index, Tensor out_cache_loc, Tensor(a!) accept_out_cache_loc) -> ()")
 def fill_accept_out_cache_loc_cpu(
     accept_index: Tensor,  # rows of the accepted nodes, -1 elsewhere
     out_cache_loc: Tensor,  # (rows,)

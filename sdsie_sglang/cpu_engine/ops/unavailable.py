@@ -24,6 +24,4 @@ for _name, _needed_for in NEEDED_FOR.items():
 
 def rotate_input_ids_cpu(*args: object) -> None:
     """Imported by name; multi-layer EAGLE only."""
-    raise NotImplementedError(
-        "sgl_kernel.rotate_input_ids_cpu (multi-layer EAGLE) needs SGLang's compiled CPU build"
-    )
+    raise NotImplementedError("sgl_kernel.rotate_input_ids_cpu (multi-layer EAGLE) needs SGLang's compiled CPU build")
