@@ -5,8 +5,8 @@
     PYTHONPATH=. python scripts/train_demo_models/main.py eagle3   --target DIR --run RUN --seconds 165
     PYTHONPATH=. python scripts/train_demo_models/ship.py --run RUN
 
-`generate` writes the corpus, `draft` trains candidates of several depths and finishes the best, `eagle3` trains
-the head for as long as the finished draft was trained. `draft` and `eagle3` save their state every minute and
+`generate` writes the corpus, `draft` trains candidates of several depths and finishes the best, `eagle3`
+trains the head for as long as the finished draft was trained. `draft` and `eagle3` save their state every minute and
 go on from it when run again; they never take longer than their time box. DIR is the `target` folder that
 `python -m sdsie_sglang.demo` prints.
 """
