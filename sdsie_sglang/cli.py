@@ -25,17 +25,21 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
 
     flag("policy", "plain: gear 0 always. fixed: gear K always (default). entropy: gear K while the "
          "target's entropy is low, else 0. schedule: a written sequence", metavar="NAME")  # fmt: skip
-    flag("k", f"draft tokens a cycle, 1 to {MAX_K} (default 5)", type=int)
+    flag("k", f"draft tokens a cycle, 1 to {MAX_K} (default 5)", type=int, metavar="K")
     flag("preset", f"thresholds in bits: {presets} (default tuned)", metavar="NAME")
-    flag("theta-low", "engage below this smoothed entropy, bits", type=float)
-    flag("theta-high", "disengage above this smoothed entropy, bits", type=float)
-    flag("alpha", "weight of the newest entropy in the moving average, in (0, 1]", type=float)
+    flag("theta-low", "engage below this smoothed entropy, bits", type=float, metavar="BITS")
+    flag("theta-high", "disengage above this smoothed entropy, bits", type=float, metavar="BITS")
+    flag("alpha", "weight of the newest entropy in the moving average, in (0, 1]", type=float, metavar="A")
     flag("smoothing", "ema (default) or window", metavar="NAME")
-    flag("window", "width of the moving window (default 3)", type=int)
+    flag("window", "width of the moving window (default 3)", type=int, metavar="N")
     flag("fold", "last: one entropy a cycle (default). all: every committed position", metavar="NAME")
-    flag("engage-share", "share of a batch's requests that engages the batch (default 0.5)", type=float)
+    flag(
+        "engage-share", "share of a batch's requests that engages the batch (default 0.5)", type=float, metavar="SHARE"
+    )
     flag("schedule", "for --sdsie-policy schedule: gear x cycles, for ever, as 5x8,0x8", metavar="TEXT")
-    flag("gears", "every K to prepare at start, as 0,3,5 (default: those of the policy)", type=_gear_list)
+    flag(
+        "gears", "every K to prepare at start, as 0,3,5 (default: those of the policy)", type=_gear_list, metavar="LIST"
+    )
     flag("trace", "append one JSON line a cycle to this file", metavar="FILE")
     flag("settings", "YAML or JSON file with these names; flags win over it", metavar="FILE")
     flag("off", "serve with SGLang exactly as shipped (the baseline)", action="store_true")

@@ -62,14 +62,17 @@ def sglang_args(rest: list[str], *, off: bool, on_cpu: bool) -> list[str]:
 
 
 def _print_help() -> None:
-    from sglang.srt.plugins import load_plugins
+    """Our flags first: SGLang's are some 700 lines."""
     from sglang.srt.server_args import ServerArgs
 
-    load_plugins()
-    parser = argparse.ArgumentParser(prog=PROG, description=__doc__)
-    add_cli_args(parser)
-    ServerArgs.add_cli_args(parser)
-    parser.print_help()
+    usage = f"{PROG} --model-path TARGET --speculative-draft-model-path DRAFT [--sdsie-...] [SGLang's flags]"
+    ours = argparse.ArgumentParser(
+        usage=usage, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_cli_args(ours)
+    sglangs = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
+    ServerArgs.add_cli_args(sglangs)
+    print(f"{ours.format_help()}\nSGLang's own {sglangs.format_help()}")
 
 
 def main(argv: list[str]) -> None:
