@@ -1,5 +1,6 @@
 """One decode cycle, from its launch until what it showed has reached the host."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -7,6 +8,10 @@ import torch
 
 from sdsie_sglang.gears import Observation, RequestGate
 from sdsie_sglang.worker.request_state import RequestState
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None  # JSON knows no NaN
 
 
 class HostCopy:
@@ -71,5 +76,5 @@ class Cycle:
             "catch_up_passes": self.catch_up_passes,
             "rids": self.rids,
             "committed": self.committed,
-            "entropy_bits": [seen.entropy_bits[-1] for seen in self.settle()],
+            "entropy_bits": [_finite(seen.entropy_bits[-1]) for seen in self.settle()],
         }
