@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from sdsie_sglang.gears.clutch import Clutch
+from sdsie_sglang.gears.cost_table import load_cost_table
 from sdsie_sglang.gears.settings import PolicySettings
 from sdsie_sglang.gears.smoothing import Ema, MovingWindow
 
@@ -17,10 +18,20 @@ class Observation:
         k: draft tokens that were proposed; 0 in gear 0.
         entropy_bits: the target's entropy at each position committed by the cycle, oldest first
             (1 to k + 1 of them); the last is that of the distribution the bonus token came from.
+            The last alone where the policy does not fold all.
+        committed: tokens committed, the bonus included: 1 to k + 1. None only where nobody counted.
     """
 
     k: int
     entropy_bits: Sequence[float]
+    committed: int | None = None
+
+    @property
+    def accepted(self) -> int:
+        """Drafted tokens that were accepted, 0 to k."""
+        if self.committed is None:
+            raise ValueError("this observation does not say how many tokens were committed")
+        return self.committed - 1
 
 
 class RequestGate(Protocol):
@@ -137,3 +148,13 @@ def build_policy(settings: PolicySettings) -> Policy:
             return SchedulePolicy(settings.schedule)
         case "entropy":
             return EntropyPolicy(settings)
+        case "cost":
+            return _cost_policy(settings)
+
+
+def _cost_policy(settings: PolicySettings) -> Policy:
+    from sdsie_sglang.gears.cost import CostPolicy  # it builds on this module
+
+    assert settings.cost_table is not None, "checked by PolicySettings"
+    table = load_cost_table(settings.cost_table)
+    return CostPolicy(table, settings.objective, explore=settings.explore, seed=settings.seed)

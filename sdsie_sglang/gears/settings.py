@@ -6,9 +6,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-MAX_K = 7
+from sdsie_sglang.gears.cost_table import Objective, load_cost_table
+from sdsie_sglang.gears.limits import MAX_K
 
-PolicyName = Literal["plain", "fixed", "entropy", "schedule"]
+PolicyName = Literal["plain", "fixed", "entropy", "schedule", "cost"]
 
 # theta_low, theta_high in bits; alpha of the EMA. `tuned` won the original's grid search,
 # `paper` is its paper's equation, `class` the default of its clutch class.
@@ -39,6 +40,10 @@ class PolicySettings(BaseModel):
     fold: Literal["last", "all"] = "last"
     engage_share: float = Field(default=0.5, gt=0.0, le=1.0, description="share of a batch that engages it")
     schedule: tuple[int, ...] = Field(default=(5, 0), description="gears a cycle, repeated for ever")
+    cost_table: str | None = Field(default=None, description="file written by eval.calibrate, for policy cost")
+    objective: Objective = Field(default="time", description="what policy cost saves: time or energy")
+    explore: float = Field(default=0.005, ge=0.0, le=0.1, description="share of the cost spent on exploring")
+    seed: int = Field(default=0, ge=0, description="of the exploration of policy cost")
 
     @field_validator("schedule", mode="before")
     @classmethod
@@ -58,11 +63,18 @@ class PolicySettings(BaseModel):
             raise ValueError(f"theta_low ({self.theta_low}) must be below theta_high ({self.theta_high})")
         if not self.schedule or not all(0 <= k <= MAX_K for k in self.schedule):
             raise ValueError(f"schedule must name gears from 0 to {MAX_K}")
+        if self.policy == "cost":
+            if self.cost_table is None:
+                raise ValueError("policy cost needs cost_table, a file written by sdsie_sglang.eval.calibrate")
+            table = load_cost_table(self.cost_table)
+            table.at(table.batches[0]).of(self.objective)
         return self
 
     @property
     def gears(self) -> tuple[int, ...]:
         """Every K that this policy can ask for, ascending; 0 is plain decoding."""
+        if self.policy == "cost" and self.cost_table is not None:
+            return load_cost_table(self.cost_table).gears
         used = {"plain": {0}, "fixed": {self.k}, "entropy": {0, self.k}, "schedule": set(self.schedule)}
         return tuple(sorted(used[self.policy]))
 

@@ -63,7 +63,7 @@ class Cycle:
             rows = self.numbers.read()
             self.committed = [int(row[0]) for row in rows]
             self.observations = [
-                Observation(self.k, row[1 : 1 + committed] if len(row) > 2 else row[1:])
+                Observation(self.k, row[1 : 1 + committed] if len(row) > 2 else row[1:], committed)
                 for row, committed in zip(rows, self.committed, strict=True)
             ]
         return self.observations

@@ -1,0 +1,191 @@
+"""The cost-model gate: the gear that earns most tokens for what its cycle costs. No thresholds.
+
+With N tokens to write, the total cost is least if every cycle picks the K with the most
+
+    E[tokens | K] - rate * cost(K)
+
+where `rate` is what is earned in the long run, in tokens per ms or per J (Dinkelbach's form of the best
+ratio; picking the best ratio of each cycle alone drafts too little where drafting goes well). E[tokens | K]
+= requests + sum over requests of P(run >= 1) + … + P(run >= K), learned online; cost(K) is the measured one
+at the current batch size.
+"""
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sdsie_sglang.gears.cost_table import CostTable, GearCosts, Objective
+from sdsie_sglang.gears.limits import MAX_K
+from sdsie_sglang.gears.policy import Observation, RequestGate
+from sdsie_sglang.gears.run_lengths import UNKNOWN, RunLengths, entropy_bin, recent_bin
+
+RECENT_ALPHA = 0.3
+STALE_CYCLES = 16
+"""Cycles without a draft after which a request's recent acceptance says nothing any more."""
+RATE_DECAY = 0.98
+EXPLORE_CYCLES = 3
+"""An exploration out of gear 0 lasts this long, so that engaging pays for more than one look."""
+FIRST_CREDIT_CYCLES = 4
+"""Explorations that a policy may make before it has earned any, in cycles of its widest gear."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What was known of a request when a cycle was decided."""
+
+    k: int
+    entropy: int
+    recent: int
+
+
+class CostGate:
+    """One request's context: its last entropy and how its drafts fared lately."""
+
+    engaged = True
+
+    def __init__(self, lengths: RunLengths) -> None:
+        self.rejected = 0
+        self.fresh = True
+        self._lengths = lengths
+        self._entropy = UNKNOWN
+        self._recent: float | None = None
+        self._undrafted = 0
+        self._asked: deque[_Asked] = deque()
+
+    def survival(self) -> list[float]:
+        """P(run >= k) for k = 1 … MAX_K in the present context."""
+        return self._lengths.survival(self._entropy, recent_bin(self._recent))
+
+    def decided(self, k: int) -> None:
+        """Remembers the context, to learn from it once the cycle's outcome is known."""
+        self.fresh = False
+        self._asked.append(_Asked(k, self._entropy, recent_bin(self._recent)))
+
+    def observe(self, seen: Observation) -> None:
+        asked = self._asked.popleft() if self._asked else None
+        last = seen.entropy_bits[-1] if seen.entropy_bits else float("nan")
+        self._entropy = entropy_bin(last)
+        self.rejected += self._entropy == UNKNOWN
+        if seen.k == 0:
+            self._undrafted += 1
+            if self._undrafted >= STALE_CYCLES:
+                self._recent = None
+            return
+        self._undrafted = 0
+        share = seen.accepted / seen.k
+        self._recent = share if self._recent is None else self._recent + RECENT_ALPHA * (share - self._recent)
+        if asked is not None and asked.k == seen.k:
+            self._lengths.add(asked.entropy, asked.recent, seen.k, seen.accepted)
+
+
+class CostPolicy:
+    """Chooses one gear for the whole batch from the sum over its requests.
+
+    Going back and forth between gear 0 and drafting costs `engaging`, so it changes sides only once staying
+    has cost as much as that (the rule of ski rental: never worse than twice the best choice in hindsight).
+
+    It explores wider gears than it thinks best, but spends at most the share `explore` of the total cost on
+    that, besides a first credit. Before it has seen anything it takes gear 0: a draft that is right half of
+    the time rarely pays.
+
+    Args:
+        objective: "time" (ms) or "energy" (J; the table must have it).
+        explore: share of the cost that may go into exploring.
+        seed: of the choice which gear to explore; the same observations then give the same gears.
+    """
+
+    def __init__(self, table: CostTable, objective: Objective = "time", explore: float = 0.005, seed: int = 0) -> None:
+        table.at(table.batches[0]).of(objective)  # raises where energies are missing
+        self._table = table
+        self._objective: Objective = objective
+        self._explore = explore
+        self._random = random.Random(seed)
+        self._lengths = RunLengths()
+        self._costs: dict[int, tuple[dict[int, float], dict[int, float]]] = {}
+        self._drafting = False
+        self._regret = 0.0
+        self._credit: float | None = None
+        self._exploring = (0, 0)  # gear, cycles left
+        self._earned = self._spent = 0.0  # multiples of gear 0's
+
+    def start_request(self) -> CostGate:
+        return CostGate(self._lengths)
+
+    def decide(self, gates: Sequence[RequestGate]) -> int:
+        own = [gate for gate in gates if isinstance(gate, CostGate)]
+        cost, engaging = self._costs_at(len(gates))
+        tokens = self._expected_tokens(own, len(gates), tuple(cost))
+        rate = len(gates) / cost[0] * (max(1.0, self._earned / self._spent) if self._spent else 1.0)
+        worth = {k: tokens[k] - rate * cost[k] for k in cost}
+        best = self._hold(worth, {k: rate * engaging[k] for k in cost}, fresh=all(gate.fresh for gate in own))
+        k = self._maybe_explore(best, worth, cost, engaging, rate)
+        self._drafting = k > 0
+        self._earned = RATE_DECAY * self._earned + tokens[k] / len(gates)
+        self._spent = RATE_DECAY * self._spent + cost[k] / cost[0]
+        for gate in own:
+            gate.decided(k)
+        return k
+
+    def _costs_at(self, batch: int) -> tuple[dict[int, float], dict[int, float]]:
+        if batch not in self._costs:
+            costs: GearCosts = self._table.nearest(batch)
+            self._costs[batch] = costs.of(self._objective)
+        return self._costs[batch]
+
+    @staticmethod
+    def _expected_tokens(gates: Sequence[CostGate], batch: int, gears: tuple[int, ...]) -> dict[int, float]:
+        """Tokens of the whole batch in a cycle of each gear."""
+        total = [0.0] * MAX_K
+        for gate in gates:
+            for place, chance in enumerate(gate.survival()):
+                total[place] += chance
+        return {k: batch + sum(total[:k]) for k in gears}
+
+    def _hold(self, worth: dict[int, float], engaging: dict[int, float], *, fresh: bool) -> int:
+        """The most valuable gear on the side, drafting or not, that we are on or change to now.
+
+        Args:
+            worth, engaging: in tokens.
+            fresh: nothing has been decided for any of the requests, so changing sides costs nothing.
+        """
+        drafted = max((k for k in worth if k), key=lambda k: worth[k], default=0)
+        if drafted == 0:
+            return 0
+        stay, change = (drafted, 0) if self._drafting else (0, drafted)
+        if fresh:
+            self._regret = 0.0
+            return change if worth[change] > worth[stay] else stay
+        self._regret = max(0.0, self._regret + worth[change] - worth[stay])
+        if self._regret > 0.0 and self._regret >= engaging[drafted]:
+            self._regret = 0.0
+            return change
+        return stay
+
+    def _maybe_explore(
+        self,
+        best: int,
+        worth: dict[int, float],
+        cost: dict[int, float],
+        engaging: dict[int, float],
+        rate: float,
+    ) -> int:
+        """`best`, or a wider gear if its expected loss can be paid from the credit."""
+        if self._credit is None:
+            self._credit = FIRST_CREDIT_CYCLES * (max(cost.values()) + max(engaging.values()))
+        self._credit += self._explore * cost[best]
+        gear, left = self._exploring
+        if left > 0 and gear > best:
+            self._exploring = (gear, left - 1)
+            return gear
+        wider = [k for k in cost if k > best]
+        if not wider or self._explore == 0.0:
+            return best
+        gear = self._random.choice(wider)
+        cycles = 1 if self._drafting and best else EXPLORE_CYCLES
+        loss = cycles * max(0.0, worth[best] - worth[gear]) / rate + (0.0 if self._drafting else engaging[gear])
+        if loss > self._credit:
+            return best
+        self._credit -= loss
+        self._exploring = (gear, cycles - 1)
+        return gear
