@@ -17,13 +17,16 @@ SHADOW = Path(__file__).parent / "shadow"
 COMPILED_CPU_BUILDS = ("sglang-kernel-cpu", "sgl-kernel-cpu")
 
 
+_enabled = False  # of this process; a spawned one inherits sys.path and the environment, but not torch's answer
+
+
 class EnableError(RuntimeError):
     """SGLang was imported before the CPU engine could be switched on."""
 
 
 def is_enabled() -> bool:
     """Whether `import sgl_kernel` finds this project's ops in this process."""
-    return str(SHADOW) in sys.path
+    return _enabled
 
 
 def enable() -> bool:
@@ -39,15 +42,18 @@ def enable() -> bool:
     SGLANG_USE_CPU_ENGINE=0, or SGLang's own compiled CPU build is installed. Raises EnableError if it comes
     too late.
     """
-    if is_enabled():
+    global _enabled
+    if _enabled:
         return True
     if not _wanted():
         return False
     _refuse_if_late()
     os.environ[ENGINE_VARIABLE] = "1"
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-    sys.path.insert(0, str(SHADOW))
+    if str(SHADOW) not in sys.path:
+        sys.path.insert(0, str(SHADOW))
     _report_amx_once()
+    _enabled = True
     return True
 
 

@@ -16,6 +16,7 @@ REPOSITORY = Path(__file__).parents[2]
 @pytest.fixture
 def host(monkeypatch):
     """A process in which nothing is enabled or imported yet, on a host without an accelerator."""
+    monkeypatch.setattr(activation, "_enabled", False)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p != str(activation.SHADOW)])
     for name in ("sglang.srt.utils.common", "sgl_kernel"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -39,7 +40,7 @@ def test_enable_is_idempotent(host):
 
 
 def untouched():
-    return not is_enabled() and activation.ENGINE_VARIABLE not in os.environ
+    return not (is_enabled() or str(activation.SHADOW) in sys.path or activation.ENGINE_VARIABLE in os.environ)
 
 
 def test_a_gpu_host_is_left_alone(host):
@@ -70,7 +71,7 @@ def test_too_late_is_an_error(host):
     common = types.ModuleType("sglang.srt.utils.common")
     host.setitem(sys.modules, "sglang.srt.utils.common", common)
     assert enable()  # it is still being imported: where SGLang loads platform plugins
-    host.setattr(sys, "path", sys.path[1:])
+    host.setattr(activation, "_enabled", False)
     common.is_amx_tile_supported = False
     with pytest.raises(EnableError, match="before sglang is imported"):
         enable()
@@ -110,46 +111,43 @@ def run_python(script: str, **environment: str) -> str:
 
 
 @pytest.mark.parametrize("amx", [True, False])
-def test_sglang_sees_amx_whatever_the_processor_has(amx):
-    answer = run_python(
-        f"""
-        import torch
-        torch.cpu._is_amx_tile_supported = lambda: {amx}
-        from sdsie_sglang.cpu_engine import enable
-        assert enable()
-        import sglang.srt.utils.common as common
-        import sgl_kernel
-        assert "cpu_engine" in sgl_kernel.__file__, sgl_kernel.__file__
-        print(common.is_cpu(), common.cpu_has_amx_support(), torch.cpu._is_amx_tile_supported())
-        """
-    )
-    assert answer == f"True True {amx}"  # torch's own answer is back
-
-
-def test_spawned_processes_find_the_ops():
-    assert run_python(
+def test_a_process_and_its_child_see_amx_whatever_the_processor_has(amx):
+    here, child = run_python(
         f"""
         import sys
         sys.path.insert(0, {str(Path(__file__).parent)!r})
-        from sdsie_sglang.cpu_engine import enable
-        from test_cpu_engine_activation import spawn_child
-        assert enable()
-        print(spawn_child())
+        from test_cpu_engine_activation import report, spawn_child
+        print(report({amx}), spawn_child({amx}), sep="|")
         """
-    ).endswith(os.path.join("shadow", "sgl_kernel", "__init__.py"))
+    ).split("|")
+    for engine, sglang_sees, torch_says, path in (here.split(), child.split()):
+        assert path.endswith(os.path.join("shadow", "sgl_kernel", "__init__.py"))
+        assert (engine, sglang_sees) == ("True", "True")
+        assert torch_says == str(amx)  # its own answer is back
 
 
-def spawn_child() -> str:
+def report(amx: bool) -> str:
+    """What an enabled process finds on a processor with or without AMX."""
+    import torch
+
+    torch.cpu._is_amx_tile_supported = lambda: amx
+    platform_plugin()  # what SGLang calls while it is imported, if the package is installed
+    import sgl_kernel
+    import sglang.srt.utils.common as common
+
+    sees = common.is_cpu(), common.cpu_has_amx_support(), torch.cpu._is_amx_tile_supported()
+    return " ".join([*map(str, sees), sgl_kernel.__file__])
+
+
+def spawn_child(amx: bool) -> str:
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    child = context.Process(target=report_sgl_kernel, args=(queue,))
+    child = context.Process(target=put_report, args=(queue, amx))
     child.start()
-    path = queue.get(timeout=60)
+    answer = queue.get(timeout=100)
     child.join()
-    return path
+    return answer
 
 
-def report_sgl_kernel(queue) -> None:
-    import sgl_kernel
-
-    queue.put(sgl_kernel.__file__)
+def put_report(queue, amx: bool) -> None:
+    queue.put(report(amx))
