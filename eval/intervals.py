@@ -1,0 +1,97 @@
+"""Estimates with intervals: paired by prompt, resampled by prompt and by repetition, on SciPy.
+
+Answers of one prompt are alike, and so is everything that one server measured: prompts and repetitions are
+resampled as wholes, each independently of the other. With one repetition the interval says nothing about how
+servers differ; with few it says too little (a factor of sqrt((R-1)/R) too narrow in that direction).
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel
+from scipy import stats
+
+RESAMPLES = 2000
+LEVEL = 0.95
+Array = NDArray[np.float64]
+Statistic = Callable[[NDArray[np.intp], NDArray[np.intp]], Array]
+
+
+class Estimate(BaseModel):
+    """A relative change (0.2 is 20 % more) with its 95 % interval; no interval if nothing could be resampled."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def holds_zero(self) -> bool | None:
+        return None if self.low is None or self.high is None else self.low <= 0.0 <= self.high
+
+
+def estimate(statistic: Statistic, prompts: int, repetitions: int, seed: int) -> Estimate:
+    """Bootstrap of a statistic of prompt indices (..., P) and repetition indices (..., R)."""
+    rows, columns = np.arange(prompts), np.arange(repetitions)
+    value = float(statistic(rows, columns))
+    if prompts < 2 and repetitions < 2:
+        return Estimate(value=value)
+
+    def resampled(*indices: NDArray[np.float64], axis: int = -1) -> Array:
+        drawn = [i.astype(np.intp) for i in indices]
+        if prompts < 2:
+            return statistic(np.broadcast_to(rows, (*drawn[0].shape[:-1], prompts)), drawn[0])
+        if repetitions < 2:
+            return statistic(drawn[0], np.broadcast_to(columns, (*drawn[0].shape[:-1], repetitions)))
+        return statistic(drawn[0], drawn[1])
+
+    data = [x for x in (rows, columns) if len(x) > 1]
+    with np.errstate(invalid="ignore"):
+        found = stats.bootstrap(
+            data, resampled, n_resamples=RESAMPLES, confidence_level=LEVEL, method="percentile",
+            vectorized=True, rng=np.random.default_rng(seed),
+        )  # fmt: skip
+    return Estimate(value=value, low=float(found.confidence_interval.low), high=float(found.confidence_interval.high))
+
+
+def speed_change(over: Array, under: Array, seed: int = 0) -> Estimate:
+    """Geometric mean over prompts and repetitions of over/under, less 1. Arrays are [prompts, repetitions]."""
+    logs = np.log(over / under)
+
+    def statistic(p: NDArray[np.intp], r: NDArray[np.intp]) -> Array:
+        return np.expm1(logs[p[..., :, None], r[..., None, :]].mean((-2, -1)))
+
+    return estimate(statistic, logs.shape[0], logs.shape[1], seed)
+
+
+def energy_change(over_j: Array, over_tokens: Array, under_j: Array, under_tokens: Array, seed: int = 0) -> Estimate:
+    """J/token against J/token, each of all drawn prompts together, less 1.
+
+    A ratio of sums: one short request's energy is uncertain by a part of the counter's step, their sum is not.
+    """
+
+    def statistic(p: NDArray[np.intp], r: NDArray[np.intp]) -> Array:
+        where = (p[..., :, None], r[..., None, :])
+        sums = [a[where].sum((-2, -1)) for a in (over_j, over_tokens, under_j, under_tokens)]
+        return sums[0] / sums[1] / (sums[2] / sums[3]) - 1
+
+    return estimate(statistic, over_j.shape[0], over_j.shape[1], seed)
+
+
+def wilcoxon_p(over: Array, under: Array) -> float | None:
+    """Two-sided signed-rank test over prompts (their mean log ratio over repetitions); None for too few."""
+    differences = np.log(over / under).mean(1)
+    if len(differences) < 6 or not np.any(differences):  # below 6 no p under 0.05 is possible
+        return None
+    return float(stats.wilcoxon(differences).pvalue)
+
+
+def holm(p_values: Sequence[float | None]) -> list[float | None]:
+    """Holm's step-down correction; None stays None and counts as no test."""
+    order = sorted((p, i) for i, p in enumerate(p_values) if p is not None)
+    corrected: list[float | None] = [None] * len(p_values)
+    highest = 0.0
+    for rank, (p, i) in enumerate(order):
+        highest = max(highest, min(1.0, p * (len(order) - rank)))
+        corrected[i] = highest
+    return corrected

@@ -1,0 +1,240 @@
+"""What is measured: a configuration, and the datapoints that follow from it.
+
+A part is measured in one go on one machine; methods are compared only within their part.
+"""
+
+import hashlib
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from sdsie_sglang.eval.methods import METHODS, PLAIN, Models
+from sdsie_sglang.eval.prompts import CATEGORIES, Prompt, timed_prompts
+from sdsie_sglang.gears.settings import first_error
+
+CONFIGS = Path(__file__).resolve().with_name("configs")
+ROTATION = 7
+"""Prompts by which the order is rotated from one repetition to the next, as in the original's protocol."""
+
+# A fast small model answers all 27 prompts in less than an energy window, and no prompt may be sent twice:
+# so each prompt also exists with one of these sentences after it.
+SUFFIXES = (
+    "",
+    "Keep the answer short.",
+    "Begin with a one-sentence summary.",
+    "Assume that the reader is twelve years old.",
+    "Number your points.",
+    "Give one concrete example.",
+    "Explain why each step matters.",
+    "Avoid technical words where you can.",
+    "End with a question to the reader.",
+    "Mention one common mistake.",
+    "Write for an expert.",
+    "Say what you are unsure about.",
+    "Answer in plain, direct sentences.",
+    "Use as few adjectives as possible.",
+    "Compare it with something from daily life.",
+    "Close with one line of advice.",
+)
+
+
+class ConfigProblem(ValueError):
+    """A configuration that cannot be used; one line."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class WarmUp(_Strict):
+    """When a server counts as warm: each warm-up prompt by itself has settled (rules.settled).
+
+    Args:
+        min_s, max_s: how long it lasts at least and at most, for every server alike. A GPU's temperature follows
+            its load by some 40 s: halves that lie 10 s apart may agree while 4 °C are still to come, so a short
+            `min_s` leaves it to rules.thermal_transient to say what went on moving.
+        reading_s: a reading of a prompt repeats it for at least this long, so that power means something.
+        readings: per prompt; the newer half is held against the older half.
+        power_tolerance: share of that prompt's power. temperature_tolerance_c: not below the sensor's step of 1 °C.
+        tokens: length of a warm-up answer.
+    """
+
+    min_s: float = Field(default=150.0, ge=0)
+    max_s: float = Field(default=450.0, ge=0)
+    reading_s: float = Field(default=1.0, ge=0)
+    readings: int = Field(default=6, ge=2, multiple_of=2)
+    power_tolerance: float = Field(default=0.015, gt=0, lt=1)
+    temperature_tolerance_c: float = Field(default=1.0, gt=0)
+    tokens: int = Field(default=250, ge=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.max_s < self.min_s:
+            raise ValueError(f"max_s ({self.max_s}) is below min_s ({self.min_s})")
+        if self.temperature_tolerance_c < 1.0:
+            raise ValueError(
+                f"temperature_tolerance_c ({self.temperature_tolerance_c}) is below the sensor's step of 1 °C"
+            )
+        return self
+
+
+class Phase(_Strict):
+    """Timed requests at one level of concurrency: every prompt in `variants` forms that no other phase uses."""
+
+    concurrency: int = Field(ge=1)
+    variants: int = Field(default=1, ge=1)
+
+
+class ModelPaths(_Strict):
+    """The user's own models."""
+
+    target: str
+    draft: str | None = None
+    eagle3: str | None = None
+    eagle: str | None = None
+
+
+class Config(_Strict):
+    """A whole measurement.
+
+    Args:
+        parts: names of methods, by part; the baseline brackets each and needs no mention (where it has one, it
+            is measured between the brackets like any method: an A/A test).
+        per_category: prompts of each category, None for all three.
+        tokens: length of an answer at most. ignore_eos: go on past the natural end (flatters drafting).
+        idle_s: idle power is read for so long before warming up. prefill_s: one-token requests for so long
+            after the timed ones, for the power of prefill; 0 leaves either out.
+        gpu: NVML's index; None measures no energy even where there is a GPU.
+        trace: write gears and entropies of each cycle (costs a little time of gated methods alone).
+        sglang: further flags of every server. env: further environment of every server.
+    """
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")
+    models: Literal["demo"] | ModelPaths = "demo"
+    parts: dict[str, tuple[str, ...]] = Field(min_length=1)
+    repetitions: int = Field(default=1, ge=1)
+    seed: int = 469507
+    categories: tuple[str, ...] = CATEGORIES
+    per_category: int | None = Field(default=None, ge=1, le=3)
+    tokens: int = Field(default=250, ge=1)
+    ignore_eos: bool = False
+    phases: tuple[Phase, ...] = (Phase(concurrency=1),)
+    warm_up: WarmUp = WarmUp()
+    idle_s: float = Field(default=10.0, ge=0)
+    prefill_s: float = Field(default=0.0, ge=0)
+    gpu: int | None = 0
+    trace: bool = False
+    sglang: tuple[str, ...] = ()
+    env: dict[str, str] = {}
+
+    @field_validator("parts")
+    @classmethod
+    def _known_methods(cls, parts: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+        for part, names in parts.items():
+            for name in names:
+                if name not in METHODS:
+                    raise ValueError(f"part {part} names {name!r}; known are {', '.join(METHODS)}")
+            if not names or len(set(names)) != len(names):
+                raise ValueError(f"part {part} must name each of its methods once")
+        return parts
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if unknown := set(self.categories) - set(CATEGORIES):
+            raise ValueError(f"unknown categories {sorted(unknown)}; known are {', '.join(CATEGORIES)}")
+        if (forms := sum(phase.variants for phase in self.phases)) > len(SUFFIXES):
+            raise ValueError(f"phases want {forms} forms of each prompt; there are {len(SUFFIXES)}")
+        return self
+
+    def digest(self) -> str:
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
+
+
+class Datapoint(_Strict):
+    """One server's life: a method in one repetition of a part. It owns its record's path."""
+
+    part: str
+    repetition: int
+    position: int
+    role: Literal["open", "method", "close"]
+    method: str
+
+    def path(self, folder: Path) -> Path:
+        suffix = "" if self.role == "method" else f"-{self.role}"
+        return folder / self.part / f"rep{self.repetition}" / f"{self.position:02d}-{self.method}{suffix}.json"
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One timed request. `key` names it in every method and repetition."""
+
+    key: str
+    prompt: Prompt
+    text: str
+
+
+def load_config(name_or_path: str) -> Config:
+    """A preset of `configs/` by name, or a YAML file. Raises ConfigProblem."""
+    path = Path(name_or_path)
+    if not path.suffix:
+        path = CONFIGS / f"{name_or_path}.yaml"
+    try:
+        values = yaml.safe_load(path.read_text())
+    except OSError:
+        presets = ", ".join(sorted(p.stem for p in CONFIGS.glob("*.yaml")))
+        raise ConfigProblem(f"no such configuration: {path} (presets: {presets})") from None
+    except yaml.YAMLError:
+        raise ConfigProblem(f"{path} is not YAML") from None
+    if not isinstance(values, dict):
+        raise ConfigProblem(f"{path} must hold names and values")
+    try:
+        return Config(**values)
+    except ValidationError as error:
+        raise ConfigProblem(f"{path}: {first_error(error)}") from None
+
+
+def datapoints(config: Config, parts: Iterable[str] | None = None) -> list[Datapoint]:
+    """Per part and repetition: the baseline, the methods shuffled by the stored seed, the baseline again."""
+    plan = []
+    for part in config.parts if parts is None else parts:
+        for repetition in range(config.repetitions):
+            names = list(config.parts[part])
+            random.Random(f"{config.seed}/{part}/{repetition}").shuffle(names)
+            servers = [("open", PLAIN.name), *(("method", name) for name in names), ("close", PLAIN.name)]
+            plan += [
+                Datapoint(part=part, repetition=repetition, position=i, role=role, method=name)  # type: ignore[arg-type]
+                for i, (role, name) in enumerate(servers)
+            ]
+    return plan
+
+
+def asks(config: Config, phase: int, repetition: int) -> list[Ask]:
+    """The requests of a phase, in their order: the same for all methods of a repetition."""
+    prompts = [
+        prompt
+        for category in config.categories
+        for prompt in timed_prompts([category])[: config.per_category]
+    ]  # fmt: skip
+    first = sum(p.variants for p in config.phases[:phase])
+    every = [
+        Ask(f"{prompt.id}/{variant}", prompt, f"{prompt.text} {SUFFIXES[variant]}".strip())
+        for variant in range(first, first + config.phases[phase].variants)
+        for prompt in prompts
+    ]
+    turn = ROTATION * repetition % len(every)
+    return every[turn:] + every[:turn]
+
+
+def resolve_models(config: Config) -> Models:
+    """Checkpoints of the configuration; composes the demo's own."""
+    if config.models != "demo":
+        return Models(**config.models.model_dump())
+    from sdsie_sglang.demo import compose
+
+    made = compose()
+    return Models(str(made.target), *(str(p) if p is not None else None for p in (made.draft, made.eagle3)))
