@@ -1,0 +1,161 @@
+"""The report of a whole fake measurement: what it must say, that it needs no other file, and its quoted figures."""
+
+import random
+import re
+
+import pytest
+
+from sdsie_sglang.eval import record, report
+from sdsie_sglang.eval.compare import summarise
+from sdsie_sglang.eval.fidelity import Parting
+from sdsie_sglang.eval.token_gears import Cycle, cycles_of, pieces
+from tests.unit.ruler_fakes import FakeGpu, config, fake_record
+
+METHODS = {
+    # watts, tok/s, accept length, accepted by position
+    "plain": (400, 100, None, None),
+    "draft-k3": (330, 165, 3.2, [10, 15, 25, 50]),
+    "draft-k5": (320, 176, 4.3, [10, 10, 10, 15, 20, 35]),
+    "entropy-tuned": (340, 150, 2.4, [10, 10, 10, 10, 10, 20]),
+    "eagle3-tree": (345, 206, 3.5, [20, 20, 20, 20, 20, 10]),
+    "ngram-16": (350, 108, 1.4, [70, 20, 10]),
+}
+GPU = {"name": "Fake GPU", "driver": "1", "power_limit_w": 500.0}
+
+
+def fake_measurement(repetitions=2):
+    """Records as a GPU run would give them, with some scatter between prompts and between servers."""
+    settings = config(name="fake", parts={"all": tuple(METHODS)}, repetitions=repetitions)
+    machine = {"python": "3", "cpu": "fake", "cores": 2, "commit": "abc", "packages": {"sglang": "0"}, "gpus": [GPU]}
+    chance = random.Random(3)
+    records = []
+    for repetition in range(repetitions):
+        for role, method in [("open", "plain"), *(("method", m) for m in METHODS), ("close", "plain")]:
+            watts, speed, accept, histogram = METHODS[method]
+            gpu = FakeGpu(load_w=lambda t, w=watts: w, leak=0.0, start_c=20 + 0.1 * watts)
+            scatter = {}
+            made = fake_record(
+                role,
+                method,
+                repetition=repetition,
+                position=len(records) % 8,
+                settings=settings,
+                gpu=gpu,
+                tok_per_s=speed * chance.gauss(1, 0.004),
+                accept=accept,
+                machine=machine,
+                speeds=lambda prompt, s=scatter, fast=accept or 0: s.setdefault(
+                    prompt, chance.gauss(1, 0.02 + 0.04 * fast)
+                ),
+            )
+            for request in made.requests:
+                request.drafts_accepted = histogram
+            if method == "entropy-tuned" and repetition == 0:
+                add_trace(made, chance)
+            records.append(made)
+    return records
+
+
+def add_trace(made, chance):
+    request = made.requests[0]
+    request.rid = "shown"
+    made.live = {"gate": {"policy": {"policy": "entropy", "theta_low": 0.15, "theta_high": 0.7}}}
+    made.trace, at, number = [], 1, 0
+    while at < request.tokens:
+        gear = 5 if number // 6 % 2 == 0 else 0
+        committed = chance.randint(1, 6) if gear else 1
+        bits = abs(chance.gauss(0.2 if gear else 1.5, 0.4))
+        made.trace.append({"cycle": number, "k": gear, "rids": ["x", "shown"], "committed": [1, committed],
+                           "entropy_bits": [9.0, bits]})  # fmt: skip
+        at, number = at + committed, number + 1
+    request.sdsie = {"cycles": {"0": 30, "5": 20}}
+
+
+@pytest.fixture(scope="module")
+def records():
+    return fake_measurement()
+
+
+@pytest.fixture
+def folder(records, tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "decode", lambda model, ids: "".join(f" word{i}<&>" for i in ids))
+    for made in records:
+        record.write(made, made.datapoint.path(tmp_path))
+    partings = [
+        Parting(
+            method="all/draft-k5", key="math-1/0", index=3, margin=0.01, rounding_kl=1e-4, plain_nll=0.5, method_nll=0.5
+        )
+    ]
+    (tmp_path / "fidelity.json").write_text(f"[{partings[0].model_dump_json()}]")
+    return tmp_path
+
+
+def test_report_says_what_was_measured_and_stands_alone(folder):
+    assert report.main([str(folder)]) == 0
+    page = (folder / "report.html").read_text()
+    assert not re.search(r'(src|href)="(?!data:|#)', page)
+    assert page.count("data:image/svg+xml;base64,") >= 6
+    assert "word1&lt;&amp;&gt;" in page
+    assert "gear 5" in page
+    text = (folder / "report.md").read_text()
+    for words in (
+        "draft-k5",
+        "counter moves every",
+        "A/A",
+        "Drift between the brackets",
+        "head to head",
+        "coding",
+        "near ties",
+    ):
+        assert words in text
+    assert re.search(r"\| draft-k5 \| \+\d+\.\d % \[\+\d+\.\d, \+\d+\.\d\] \| −\d+\.\d % \[", text)
+    assert "nan" not in text
+
+
+def test_figures_are_recomputed_from_files_alone(folder, records):
+    assert report.write(folder) == summarise(sorted(records, key=lambda r: str(r.datapoint.path(folder))))
+
+
+def test_records_are_not_overwritten(folder, records):
+    with pytest.raises(FileExistsError):
+        record.write(records[0], records[0].datapoint.path(folder))
+    assert not list(folder.rglob("*.part"))
+
+
+def test_a_damaged_record_is_named(folder, capsys):
+    victim = next(folder.rglob("*ngram-16.json"))
+    victim.write_text(victim.read_text()[:100])
+    assert report.main([str(folder)]) == 1
+    assert victim.name in capsys.readouterr().err
+
+
+def test_quoted_figures(records, tmp_path):
+    found = {f.name: f for f in report.headline_figures(summarise(records), tmp_path)}
+    assert set(found) == {
+        "aa_speed",
+        *(f"{m}_over_plain_demo_bs1{e}" for m in ("k5", "entropy", "eagle3", "ngram") for e in ("", "_energy")),
+    }
+    assert found["k5_over_plain_demo_bs1"].value == pytest.approx(1.76, rel=0.05)
+    assert found["k5_over_plain_demo_bs1_energy"].value == pytest.approx(320 / 400 / 1.76, rel=0.05)
+    aa = found["aa_speed"]
+    assert aa.low < aa.value < aa.high
+    assert aa.value == pytest.approx(0.0, abs=0.02)
+
+
+def test_nothing_is_quoted_from_a_machine_without_gpu(tmp_path):
+    made = [fake_record("open", "plain"), fake_record(accept=3), fake_record("close", "plain")]
+    assert report.headline_figures(summarise(made), tmp_path) == []
+
+
+def test_cycles_and_their_text():
+    request = fake_record().requests[0]
+    request.rid, request.output_ids = "r", [10, 11, 12, 13, 14]
+    lines = [
+        {"cycle": 2, "k": 0, "rids": ["r"], "committed": [1], "entropy_bits": [1.5]},
+        {"cycle": 1, "k": 5, "rids": ["other", "r"], "committed": [6, 2], "entropy_bits": [0.0, 0.1]},
+        {"cycle": 3, "k": 5, "rids": ["r"], "committed": [4], "entropy_bits": [0.2]},
+    ]
+    cycles = cycles_of(request, lines)
+    assert cycles == [Cycle(1, 3, 5, 0.1), Cycle(3, 4, 0, 1.5), Cycle(4, 5, 5, 0.2)]
+    text = pieces(request.output_ids, cycles, lambda ids: "".join(chr(87 + i) for i in ids))
+    assert text == [("a", None), ("bc", cycles[0]), ("d", cycles[1]), ("e", cycles[2])]
