@@ -13,34 +13,21 @@ at the current batch size.
 import random
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from sdsie_sglang.gears.cost_table import CostTable, GearCosts, Objective
 from sdsie_sglang.gears.limits import MAX_K
 from sdsie_sglang.gears.policy import Observation, RequestGate
-from sdsie_sglang.gears.run_lengths import UNKNOWN, RunLengths, entropy_bin, recent_bin
+from sdsie_sglang.gears.run_lengths import UNKNOWN, RunLengths, entropy_bin
 
-RECENT_ALPHA = 0.3
-STALE_CYCLES = 16
-"""Cycles without a draft after which a request's recent acceptance says nothing any more."""
 RATE_DECAY = 0.98
 EXPLORE_CYCLES = 3
 """An exploration out of gear 0 lasts this long, so that engaging pays for more than one look."""
-FIRST_CREDIT_CYCLES = 4
+FIRST_CREDIT_CYCLES = 6
 """Explorations that a policy may make before it has earned any, in cycles of its widest gear."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """What was known of a request when a cycle was decided."""
-
-    k: int
-    entropy: int
-    recent: int
-
-
 class CostGate:
-    """One request's context: its last entropy and how its drafts fared lately."""
+    """One request's context: its last known entropy and how its drafts fared lately."""
 
     engaged = True
 
@@ -48,35 +35,25 @@ class CostGate:
         self.rejected = 0
         self.fresh = True
         self._lengths = lengths
+        self._own = lengths.start_request()
         self._entropy = UNKNOWN
-        self._recent: float | None = None
-        self._undrafted = 0
-        self._asked: deque[_Asked] = deque()
+        self._asked: deque[tuple[int, int]] = deque()  # gear and entropy bin of decisions not yet judged
 
-    def survival(self) -> list[float]:
+    def survival(self) -> Sequence[float]:
         """P(run >= k) for k = 1 … MAX_K in the present context."""
-        return self._lengths.survival(self._entropy, recent_bin(self._recent))
+        return self._lengths.survival(self._entropy, self._own)
 
     def decided(self, k: int) -> None:
         """Remembers the context, to learn from it once the cycle's outcome is known."""
         self.fresh = False
-        self._asked.append(_Asked(k, self._entropy, recent_bin(self._recent)))
+        self._asked.append((k, self._entropy))
 
     def observe(self, seen: Observation) -> None:
-        asked = self._asked.popleft() if self._asked else None
-        last = seen.entropy_bits[-1] if seen.entropy_bits else float("nan")
-        self._entropy = entropy_bin(last)
+        k, entropy = self._asked.popleft() if self._asked else (None, UNKNOWN)
+        self._entropy = entropy_bin(seen.entropy_bits[-1]) if seen.entropy_bits else UNKNOWN
         self.rejected += self._entropy == UNKNOWN
-        if seen.k == 0:
-            self._undrafted += 1
-            if self._undrafted >= STALE_CYCLES:
-                self._recent = None
-            return
-        self._undrafted = 0
-        share = seen.accepted / seen.k
-        self._recent = share if self._recent is None else self._recent + RECENT_ALPHA * (share - self._recent)
-        if asked is not None and asked.k == seen.k:
-            self._lengths.add(asked.entropy, asked.recent, seen.k, seen.accepted)
+        if k == seen.k:
+            self._lengths.add(entropy, self._own, seen.k, seen.accepted)
 
 
 class CostPolicy:
@@ -85,9 +62,9 @@ class CostPolicy:
     Going back and forth between gear 0 and drafting costs `engaging`, so it changes sides only once staying
     has cost as much as that (the rule of ski rental: never worse than twice the best choice in hindsight).
 
-    It explores wider gears than it thinks best, but spends at most the share `explore` of the total cost on
-    that, besides a first credit. Before it has seen anything it takes gear 0: a draft that is right half of
-    the time rarely pays.
+    It explores wider gears than it thinks best, but even if all that they draft were wrong, this takes at most
+    the share `explore` of the total cost, besides a first credit. Before it has seen anything it believes that
+    half of the drafted tokens are right, which at most costs means gear 0.
 
     Args:
         objective: "time" (ms) or "energy" (J; the table must have it).
@@ -107,6 +84,7 @@ class CostPolicy:
         self._regret = 0.0
         self._credit: float | None = None
         self._exploring = (0, 0)  # gear, cycles left
+        self._trial = False  # drafting only to explore: its engaging is paid, going back is free
         self._earned = self._spent = 0.0  # multiples of gear 0's
 
     def start_request(self) -> CostGate:
@@ -118,8 +96,14 @@ class CostPolicy:
         tokens = self._expected_tokens(own, len(gates), tuple(cost))
         rate = len(gates) / cost[0] * (max(1.0, self._earned / self._spent) if self._spent else 1.0)
         worth = {k: tokens[k] - rate * cost[k] for k in cost}
-        best = self._hold(worth, {k: rate * engaging[k] for k in cost}, fresh=all(gate.fresh for gate in own))
-        k = self._maybe_explore(best, worth, cost, engaging, rate)
+        gear, left = self._exploring
+        if left > 0:
+            self._exploring = (gear, left - 1)
+            k = gear
+        else:
+            free = self._trial or all(gate.fresh for gate in own)
+            best = self._hold(worth, {k: rate * engaging[k] for k in cost}, free=free)
+            k = self._maybe_explore(best, cost, engaging)
         self._drafting = k > 0
         self._earned = RATE_DECAY * self._earned + tokens[k] / len(gates)
         self._spent = RATE_DECAY * self._spent + cost[k] / cost[0]
@@ -142,18 +126,19 @@ class CostPolicy:
                 total[place] += chance
         return {k: batch + sum(total[:k]) for k in gears}
 
-    def _hold(self, worth: dict[int, float], engaging: dict[int, float], *, fresh: bool) -> int:
+    def _hold(self, worth: dict[int, float], engaging: dict[int, float], *, free: bool) -> int:
         """The most valuable gear on the side, drafting or not, that we are on or change to now.
 
         Args:
             worth, engaging: in tokens.
-            fresh: nothing has been decided for any of the requests, so changing sides costs nothing.
+            free: changing sides costs nothing that staying would save: the requests are new, or an
+                exploration ends.
         """
         drafted = max((k for k in worth if k), key=lambda k: worth[k], default=0)
         if drafted == 0:
             return 0
         stay, change = (drafted, 0) if self._drafting else (0, drafted)
-        if fresh:
+        if free:
             self._regret = 0.0
             return change if worth[change] > worth[stay] else stay
         self._regret = max(0.0, self._regret + worth[change] - worth[stay])
@@ -162,30 +147,21 @@ class CostPolicy:
             return change
         return stay
 
-    def _maybe_explore(
-        self,
-        best: int,
-        worth: dict[int, float],
-        cost: dict[int, float],
-        engaging: dict[int, float],
-        rate: float,
-    ) -> int:
-        """`best`, or a wider gear if its expected loss can be paid from the credit."""
+    def _maybe_explore(self, best: int, cost: dict[int, float], engaging: dict[int, float]) -> int:
+        """`best`, or a wider gear if what it costs more can be paid from the credit."""
         if self._credit is None:
             self._credit = FIRST_CREDIT_CYCLES * (max(cost.values()) + max(engaging.values()))
         self._credit += self._explore * cost[best]
-        gear, left = self._exploring
-        if left > 0 and gear > best:
-            self._exploring = (gear, left - 1)
-            return gear
+        self._trial = False
         wider = [k for k in cost if k > best]
         if not wider or self._explore == 0.0:
             return best
         gear = self._random.choice(wider)
         cycles = 1 if self._drafting and best else EXPLORE_CYCLES
-        loss = cycles * max(0.0, worth[best] - worth[gear]) / rate + (0.0 if self._drafting else engaging[gear])
+        loss = cycles * (cost[gear] - cost[best]) + (0.0 if self._drafting else engaging[gear])
         if loss > self._credit:
             return best
         self._credit -= loss
         self._exploring = (gear, cycles - 1)
+        self._trial = best == 0
         return gear

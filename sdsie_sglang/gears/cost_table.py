@@ -3,13 +3,13 @@
 from bisect import bisect_left
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from sdsie_sglang.gears.limits import MAX_K
 
-FORMAT = 1
+FORMAT: Final = 1
 Objective = Literal["time", "energy"]
 
 
