@@ -110,6 +110,7 @@ class Agreement:
 
     method: str
     prompts: int
+    new_tokens: int
     predicted: int | None
     identical: int | None
     accept_length: float | None
@@ -135,7 +136,10 @@ def compare(record: dict[str, Any], plain: dict[str, Any] | None, replayer: Repl
     emitted = sum(len(answer["tokens"]) - answer["prompt_length"] - 1 for answer in answers)
     cycles = sum(answer["verify_count"] or 0 for answer in answers)
     length = emitted / cycles if cycles else None
-    return Agreement(record["method"], len(answers), predicted, same if both else None, length, differing)
+    same_or_unknown = same if both else None
+    return Agreement(
+        record["method"], len(answers), record["new_tokens"], predicted, same_or_unknown, length, differing
+    )
 
 
 def _same(tokens: list[int], wanted: list[int]) -> bool:
