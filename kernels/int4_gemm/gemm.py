@@ -23,12 +23,16 @@ except ImportError:  # no triton on this platform: the reference serves
     INTERPRET = False
 
 logger = logging.getLogger(__name__)
+# Programmatic dependent launch (sm_90 and newer): this kernel asks for its weights while the one before it ends. Off by
+# default: a weight must not be rewritten by the kernel right before its use.
+overlap_launches = False
+# On a GPU without shipped tiles, the first product of a shape measures its candidates (seconds; kept on disk).
+# Elsewhere, and inside a graph capture, a shape without an entry runs with a guessed tile.
+tune_at_first_use = True
 DTYPES = (torch.bfloat16, torch.float16)
 
 
-def int4_gemm(
-    x: Tensor, weight: PackedWeight, bias: Tensor | None = None, tile: Tile | None = None
-) -> Tensor:
+def int4_gemm(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, tile: Tile | None = None) -> Tensor:
     """y (…, N) = x (…, K) · dequant(weight)ᵀ + bias, fp32 sums, one rounding to x's dtype.
 
     For M <= 16 a row's result is the same bits whatever the other rows are and however many there are.
@@ -74,9 +78,7 @@ def _check(x: Tensor, weight: PackedWeight) -> None:
     if x.shape[-1] != weight.k:
         raise ValueError(f"x has {x.shape[-1]} columns, the weight {weight.k}")
     if weight.scales.dtype != x.dtype:
-        raise TypeError(
-            f"scales are {weight.scales.dtype}, activations {x.dtype}: quantise with scale_dtype={x.dtype}"
-        )
+        raise TypeError(f"scales are {weight.scales.dtype}, activations {x.dtype}: quantise with scale_dtype={x.dtype}")
     if x.device != weight.words.device:
         raise ValueError(f"x is on {x.device}, the weight on {weight.words.device}")
     check_group(weight.group)
@@ -92,7 +94,7 @@ def _run(x: Tensor, weight: PackedWeight, bias: Tensor | None, tile: Tile | None
     if weight.k % 8 or rows.stride(0) % 8 or rows.stride(1) != 1 or rows.data_ptr() % 16:
         rows = torch.nn.functional.pad(rows, (0, -weight.k % 8)).contiguous()  # 16-byte rows; rare
     if tile is None:
-        tile = tiles.choose(rows.shape[0], weight.n, weight.k, weight.group, *_device(x.device))
+        tile = _choose(rows.shape[0], weight, x)
     if tile.path == "fragment":
         y = _fragment(rows, weight, bias, tile)
     elif tile.path == "fused":
@@ -103,6 +105,20 @@ def _run(x: Tensor, weight: PackedWeight, bias: Tensor | None, tile: Tile | None
     return y.reshape(*x.shape[:-1], weight.n)
 
 
+def _choose(m: int, weight: PackedWeight, x: Tensor) -> Tile:
+    name, sms = _device(x.device)
+    shape = (weight.n, weight.k, weight.group)
+    if (
+        tune_at_first_use
+        and x.is_cuda
+        and not tiles.shipped_path(name).is_file()
+        and not tiles.is_tuned(m, *shape, name)
+        and not torch.cuda.is_current_stream_capturing()
+    ):
+        tune_shape(*shape, x.dtype, (8, 16) if m <= 16 else (tiles.bucket(m),))
+    return tiles.choose(m, *shape, name, sms)
+
+
 @cache
 def _device(device: torch.device) -> tuple[str, int]:
     """Name and number of SMs."""
@@ -110,16 +126,14 @@ def _device(device: torch.device) -> tuple[str, int]:
         return "interpreter", 4
     properties = torch.cuda.get_device_properties(device)
     if properties.major < 8:
-        raise RuntimeError(
-            f"int4_gemm needs compute capability 8.0 or newer, {properties.name} has {properties.major}"
-        )
-    if not tiles.has_table(properties.name):
-        logger.warning(
-            "int4_gemm: no tuned tiles for %s, using guesses; tune_shape() measures and keeps them in %s",
-            properties.name,
-            tiles.cache_path(properties.name),
-        )
+        raise RuntimeError(f"int4_gemm needs compute capability 8.0 or newer, {properties.name} has {properties.major}")
     return properties.name, properties.multi_processor_count
+
+
+@cache
+def _capability(device: torch.device) -> int:
+    """Major compute capability; 0 in the interpreter."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
 
 
 _arrived: dict[tuple[torch.device, int], Tensor] = {}
@@ -132,9 +146,7 @@ def _counters(device: torch.device) -> Tensor:
     if (device, stream) not in _arrived:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             # a memset recorded in one graph would not run before another graph's replay
-            raise RuntimeError(
-                "int4_gemm: call prepare() or the product itself once before capturing a CUDA graph"
-            )
+            raise RuntimeError("int4_gemm: call prepare() or the product itself once before capturing a CUDA graph")
         _arrived[device, stream] = torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
     return _arrived[device, stream]
 
@@ -148,6 +160,8 @@ def _fragment(x: Tensor, weight: PackedWeight, bias: Tensor | None, tile: Tile) 
     m = x.shape[0]
     if m > tiles.FRAGMENT_MAX_M:
         raise ValueError(f"the fragment kernel takes at most {tiles.FRAGMENT_MAX_M} rows, got {m}")
+    if not tiles.fits(tile, m):
+        raise ValueError(f"no such fragment kernel: {tile} for {m} rows")
     row_tiles, units = weight.words.shape[:2]
     y = x.new_empty(m, weight.n)
     blocks = -(-row_tiles // tile.rows)
@@ -156,7 +170,9 @@ def _fragment(x: Tensor, weight: PackedWeight, bias: Tensor | None, tile: Tile) 
         partial = torch.empty(tile.split_k, m, weight.n, dtype=torch.float32, device=x.device)
         arrived = _counters(x.device)
     zeros = weight.scales if weight.zeros is None else weight.zeros
+    pdl = overlap_launches and _capability(x.device) >= 9
     lanes = tile.warps * tile.split_k
+    once = units <= lanes
     kernel.fragment_kernel[(blocks, tile.split_k)](
         x.view(torch.int32),
         weight.words,
@@ -172,19 +188,22 @@ def _fragment(x: Tensor, weight: PackedWeight, bias: Tensor | None, tile: Tile) 
         x.stride(0) // 8,
         units,
         row_tiles,
+        tile.split_k,
         GROUP=weight.group,
         EVEN=units % lanes == 0 and row_tiles % tile.rows == 0,
-        ONCE=units <= lanes,
+        ONCE=once,
         R=tile.rows,
         C=tiles.columns(m),
         W=tile.warps,
-        SPLIT_K=tile.split_k,
+        SPLIT=tile.split_k > 1,
         SYMMETRIC=weight.zeros is None,
-        CENTRE=tile.centre,
         HAS_BIAS=bias is not None,
+        AHEAD=tile.ahead,
+        PDL=pdl,
         IS_BF16=x.dtype == torch.bfloat16,
         INTERPRET=INTERPRET,
         num_warps=tile.warps,
+        **({"launch_pdl": True} if pdl else {}),
     )
     return y
 
@@ -195,20 +214,30 @@ def _fused(x: Tensor, weight: PackedWeight, bias: Tensor | None, tile: Tile) -> 
     y = x.new_empty(m, weight.n)
     zeros = weight.scales if weight.zeros is None else weight.zeros
     blocks = -(-m // tile.block_m) * -(-weight.n // tile.block_n)
-    kernel.fused_kernel[(blocks,)](
-        x,
+    ordered = x.new_empty(m, units * 128)
+    kernel.permute_kernel[(m, -(-units // 16))](
+        x.view(torch.int32), ordered.view(torch.int32), m, weight.k, x.stride(0) // 2, units, BLOCK=1024, num_warps=4
+    )
+    partial, arrived = y, weight.words
+    if tile.split_k > 1:
+        partial = torch.empty(blocks, tile.split_k, tile.block_n, tile.block_m, dtype=torch.float32, device=x.device)
+        arrived = _counters(x.device)
+    kernel.fused_kernel[(blocks, tile.split_k)](
+        ordered,
         weight.words,
         weight.scales.view(torch.int32),
         zeros.view(torch.int32),
         y if bias is None else bias,
         y,
+        partial,
+        arrived,
         m,
         weight.n,
-        weight.k,
-        x.stride(0),
         units,
         row_tiles,
+        tile.split_k,
         GROUP=weight.group,
+        SPLIT=tile.split_k > 1,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         SWIZZLE=8,
@@ -301,9 +330,7 @@ def tune_shape(
     name, sms = _device(device)
     row_tiles, units = -(-n // 16), -(-k // 128)
     weight = PackedWeight(
-        words=torch.randint(
-            -(2**31), 2**31 - 1, (row_tiles, units, 2, 32, 4), dtype=torch.int32, device=device
-        ),
+        words=torch.randint(-(2**31), 2**31 - 1, (row_tiles, units, 2, 32, 4), dtype=torch.int32, device=device),
         scales=torch.rand(row_tiles, units * (128 // group) if group else 1, 8, 2, device=device).to(dtype),
         zeros=None,
         n=n,
@@ -317,10 +344,13 @@ def tune_shape(
         x = torch.randn(m, k, device=device).to(dtype)
         try:
             return statistics.median(graph_us([lambda w=w: int4_gemm(x, w, tile=tile) for w in copies]))
-        except triton.runtime.errors.OutOfResources:
+        except (RuntimeError, triton.TritonError):  # doesn't fit this GPU
             return float("inf")
 
-    logger.warning("int4_gemm: tuning %d x %d on %s, once", n, k, name)
+    logger.warning(
+        "int4_gemm: measuring tiles for %d x %d, group %d, M up to %s on %s, once; kept in %s",
+        n, k, group, max(buckets), name, tiles.cache_path(name),
+    )  # fmt: skip
     entries = tiles.tune(n, k, group, sms, time_us, buckets)
     if keep:
         tiles.save(name, entries)

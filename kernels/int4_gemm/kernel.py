@@ -2,16 +2,16 @@
 
     W[n, k] = (q[n, k] - z[n, group(k)]) * s[n, group(k)],   q in 0..15,   z = 8 when symmetric
 
-``fragment_kernel``  M <= 64. Computes yᵀ = W xᵀ: sixteen weight rows are the A operand of ``mma.m16n8k16``, so M is padded
-                     to 8 and not to 64, and a thread's 16-byte load holds exactly the nibbles of its own A registers.
-                     Nothing passes through shared memory before the final sum over warps.
-``fused_kernel``     M above: the packed tile is turned into bf16 in registers and fed to ``tl.dot`` from shared memory.
+``fragment_kernel``  M <= 64. Computes yᵀ = W xᵀ: sixteen weight rows are the A operand of ``mma.m16n8k16``, so M is
+                     padded to 8 and not to 64, and a thread's 16-byte load holds exactly the nibbles of its own A
+                     registers. Nothing passes through shared memory before the final sum over warps.
+``fused_kernel``     M above: ``tl.dot`` with the same fragments as its register operand and x in shared memory.
 ``dequant_kernel``   writes W as bf16 (16-byte stores); cuBLAS does the product. Wins when M is large.
 
 Turning nibbles into floats takes no integer-to-float conversion. 0x4300 | q is the bf16 number 128 + q (0x6400 | q is
-1024 + q in fp16), so one three-input logic operation makes two weights. The fragment kernel then removes 128 + z after
-the product instead of before it: sum((128 + q) x) - (128 + z) sum(x), where sum(x) comes from the same tensor cores
-with an A operand of ones. Group scales are applied to the fp32 group sums, four multiplies for 2,048 products.
+1024 + q in fp16), so one three-input logic operation makes two weights, and one packed fma takes the offset and 8 away,
+exactly. Group scales are applied to the fp32 group sums, four multiplies for 2,048 products. A zero that isn't 8 is
+applied there too: sum((q - 8) x) - (z - 8) sum(x), where sum(x) comes from the tensor cores with an A operand of ones.
 
 The packed layout is drawn in kernels/README.md. Every kernel runs under TRITON_INTERPRET=1: inline PTX is then replaced
 by an emulation of the same instruction on the same fragments, so the layout itself is what the CPU tests check.
@@ -42,89 +42,34 @@ def _halves(word, IS_BF16: tl.constexpr):
 
 
 @triton.jit
-def _nibbles_to_pairs(word, IS_BF16: tl.constexpr, CENTRE: tl.constexpr, INTERPRET: tl.constexpr):
-    """Eight nibbles to four registers of two floats: nibble i and i + 4 become the halves of register i.
-
-    Values are 128 + q (bf16) or 1024 + q (fp16); with CENTRE they are q - 8.
-    """
+def _nibbles_to_pairs(word, IS_BF16: tl.constexpr, INTERPRET: tl.constexpr):
+    """Eight nibbles to four registers of two floats q - 8: nibbles i and i + 4 become the halves of register i."""
     if INTERPRET:
-        magic: tl.constexpr = 0x43004300 if IS_BF16 else 0x64006400
-        r0 = (word & 0x000F000F) | magic
-        r1 = ((word >> 4) & 0x000F000F) | magic
-        r2 = ((word >> 8) & 0x000F000F) | magic
-        r3 = ((word >> 12) & 0x000F000F) | magic
-        if CENTRE:
-            r0 = _centre_emulated(r0, IS_BF16)
-            r1 = _centre_emulated(r1, IS_BF16)
-            r2 = _centre_emulated(r2, IS_BF16)
-            r3 = _centre_emulated(r3, IS_BF16)
-        return r0, r1, r2, r3
-    if CENTRE:
-        if IS_BF16:
-            return tl.inline_asm_elementwise(
-                """
-                {
-                .reg .b32 w0, w1, w2, w3, one, offset;
-                mov.b32 one, 0x3f803f80;
-                mov.b32 offset, 0xc308c308;
-                mov.b32 w0, $4;
-                shr.u32 w1, w0, 4;
-                shr.u32 w2, w0, 8;
-                shr.u32 w3, w0, 12;
-                lop3.b32 w0, w0, 0x000f000f, 0x43004300, 0xea;
-                lop3.b32 w1, w1, 0x000f000f, 0x43004300, 0xea;
-                lop3.b32 w2, w2, 0x000f000f, 0x43004300, 0xea;
-                lop3.b32 w3, w3, 0x000f000f, 0x43004300, 0xea;
-                fma.rn.bf16x2 $0, w0, one, offset;
-                fma.rn.bf16x2 $1, w1, one, offset;
-                fma.rn.bf16x2 $2, w2, one, offset;
-                fma.rn.bf16x2 $3, w3, one, offset;
-                }
-                """,
-                "=r,=r,=r,=r,r",
-                [word],
-                dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-                is_pure=True,
-                pack=1,
-            )
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 w0, w1, w2, w3, offset;
-            mov.b32 offset, 0xe408e408;
-            mov.b32 w0, $4;
-            shr.u32 w1, w0, 4;
-            shr.u32 w2, w0, 8;
-            shr.u32 w3, w0, 12;
-            lop3.b32 w0, w0, 0x000f000f, 0x64006400, 0xea;
-            lop3.b32 w1, w1, 0x000f000f, 0x64006400, 0xea;
-            lop3.b32 w2, w2, 0x000f000f, 0x64006400, 0xea;
-            lop3.b32 w3, w3, 0x000f000f, 0x64006400, 0xea;
-            add.rn.f16x2 $0, w0, offset;
-            add.rn.f16x2 $1, w1, offset;
-            add.rn.f16x2 $2, w2, offset;
-            add.rn.f16x2 $3, w3, offset;
-            }
-            """,
-            "=r,=r,=r,=r,r",
-            [word],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-            is_pure=True,
-            pack=1,
+        return (
+            _pair_emulated(word, IS_BF16),
+            _pair_emulated(word >> 4, IS_BF16),
+            _pair_emulated(word >> 8, IS_BF16),
+            _pair_emulated(word >> 12, IS_BF16),
         )
     if IS_BF16:
         return tl.inline_asm_elementwise(
             """
             {
-            .reg .b32 w0, w1, w2, w3;
+            .reg .b32 w0, w1, w2, w3, one, offset;
+            mov.b32 one, 0x3f803f80;
+            mov.b32 offset, 0xc308c308;
             mov.b32 w0, $4;
             shr.u32 w1, w0, 4;
             shr.u32 w2, w0, 8;
             shr.u32 w3, w0, 12;
-            lop3.b32 $0, w0, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 $1, w1, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 $2, w2, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 $3, w3, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 w0, w0, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 w1, w1, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 w2, w2, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 w3, w3, 0x000f000f, 0x43004300, 0xea;
+            fma.rn.bf16x2 $0, w0, one, offset;
+            fma.rn.bf16x2 $1, w1, one, offset;
+            fma.rn.bf16x2 $2, w2, one, offset;
+            fma.rn.bf16x2 $3, w3, one, offset;
             }
             """,
             "=r,=r,=r,=r,r",
@@ -136,15 +81,20 @@ def _nibbles_to_pairs(word, IS_BF16: tl.constexpr, CENTRE: tl.constexpr, INTERPR
     return tl.inline_asm_elementwise(
         """
         {
-        .reg .b32 w0, w1, w2, w3;
+        .reg .b32 w0, w1, w2, w3, offset;
+        mov.b32 offset, 0xe408e408;
         mov.b32 w0, $4;
         shr.u32 w1, w0, 4;
         shr.u32 w2, w0, 8;
         shr.u32 w3, w0, 12;
-        lop3.b32 $0, w0, 0x000f000f, 0x64006400, 0xea;
-        lop3.b32 $1, w1, 0x000f000f, 0x64006400, 0xea;
-        lop3.b32 $2, w2, 0x000f000f, 0x64006400, 0xea;
-        lop3.b32 $3, w3, 0x000f000f, 0x64006400, 0xea;
+        lop3.b32 w0, w0, 0x000f000f, 0x64006400, 0xea;
+        lop3.b32 w1, w1, 0x000f000f, 0x64006400, 0xea;
+        lop3.b32 w2, w2, 0x000f000f, 0x64006400, 0xea;
+        lop3.b32 w3, w3, 0x000f000f, 0x64006400, 0xea;
+        add.rn.f16x2 $0, w0, offset;
+        add.rn.f16x2 $1, w1, offset;
+        add.rn.f16x2 $2, w2, offset;
+        add.rn.f16x2 $3, w3, offset;
         }
         """,
         "=r,=r,=r,=r,r",
@@ -156,51 +106,26 @@ def _nibbles_to_pairs(word, IS_BF16: tl.constexpr, CENTRE: tl.constexpr, INTERPR
 
 
 @triton.jit
-def _centre_emulated(word, IS_BF16: tl.constexpr):
-    low, high = _halves(word, IS_BF16)
-    if IS_BF16:
-        low_bits = ((low - 136.0).to(tl.int32, bitcast=True) >> 16) & 0xFFFF
-        high_bits = (high - 136.0).to(tl.int32, bitcast=True) & -65536
-    else:
-        low_bits = (low - 1032.0).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        high_bits = (high - 1032.0).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16
-    return low_bits | high_bits
-
-
-@triton.jit
-def _mma_half_emulated(
-    a0, a1, b0, b1, R: tl.constexpr, C: tl.constexpr, W: tl.constexpr, IS_BF16: tl.constexpr
-):
-    """Eight rows of the 16 x 8 product; registers a0 (k 0..7) and a1 (k 8..15) hold those rows."""
-    total = tl.zeros([R, C, W, 8, 8], tl.float32)
-    a_low, a_high = _halves(tl.broadcast_to(a0, [R, C, W * 32]), IS_BF16)
-    b_low, b_high = _halves(tl.broadcast_to(b0, [R, C, W * 32]), IS_BF16)
-    total += _outer_emulated(a_low, b_low, R, C, W) + _outer_emulated(a_high, b_high, R, C, W)
-    a_low, a_high = _halves(tl.broadcast_to(a1, [R, C, W * 32]), IS_BF16)
-    b_low, b_high = _halves(tl.broadcast_to(b1, [R, C, W * 32]), IS_BF16)
-    total += _outer_emulated(a_low, b_low, R, C, W) + _outer_emulated(a_high, b_high, R, C, W)
-    even, odd = tl.split(tl.reshape(total, [R, C, W, 8, 4, 2]))
-    return tl.reshape(even, [R, C, W * 32]), tl.reshape(odd, [R, C, W * 32])
-
-
-@triton.jit
-def _outer_emulated(a, b, R: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
-    rows = tl.reshape(a, [R, C, W, 8, 1, 4])
-    columns = tl.reshape(b, [R, C, W, 1, 8, 4])
-    return tl.sum(rows * columns, axis=5)
+def _pair_emulated(word, IS_BF16: tl.constexpr):
+    low = (word & 15).to(tl.float32) - 8.0
+    high = ((word >> 16) & 15).to(tl.float32) - 8.0
+    if IS_BF16:  # small integers: the lower half of their fp32 is zero
+        return ((low.to(tl.int32, bitcast=True) >> 16) & 0xFFFF) | (high.to(tl.int32, bitcast=True) & -65536)
+    low_bits = low.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return low_bits | (high.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
 
 
 @triton.jit
 def _mma(
-    a0, a1, a2, a3,  # (R, 1, T) int32: A fragment of m16n8k16, two floats a register
-    b0, b1,  # (1, C, T) int32: B fragment
-    c0, c1, c2, c3,  # (R, C, T) fp32
-    R: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
-    IS_BF16: tl.constexpr, INTERPRET: tl.constexpr,
+    a0, a1, a2, a3,  # (T,) int32: A fragment of m16n8k16, two floats a register
+    b0, b1,  # (T,) int32: B fragment
+    c0, c1, c2, c3,  # (T,) fp32
+    W: tl.constexpr, IS_BF16: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
+    """c += a b in every warp, the operands where the instruction wants them."""
     if INTERPRET:
-        top_even, top_odd = _mma_half_emulated(a0, a2, b0, b1, R, C, W, IS_BF16)
-        low_even, low_odd = _mma_half_emulated(a1, a3, b0, b1, R, C, W, IS_BF16)
+        top_even, top_odd = _mma_half_emulated(a0, a2, b0, b1, W, IS_BF16)
+        low_even, low_odd = _mma_half_emulated(a1, a3, b0, b1, W, IS_BF16)
         return c0 + top_even, c1 + top_odd, c2 + low_even, c3 + low_odd
     if IS_BF16:
         return tl.inline_asm_elementwise(
@@ -224,9 +149,27 @@ def _mma(
 
 
 @triton.jit
-def _quarters(vector, R: tl.constexpr, T: tl.constexpr):
-    """The four words of each thread's 16-byte vector: (T, R, 4) to four of (R, T)."""
-    even, odd = tl.split(tl.reshape(tl.permute(vector, (1, 0, 2)), [R, T, 2, 2]))
+def _mma_half_emulated(a0, a1, b0, b1, W: tl.constexpr, IS_BF16: tl.constexpr):
+    """Eight rows of the 16 x 8 product; registers a0 (k 0..7) and a1 (k 8..15) hold those rows."""
+    a0_low, a0_high = _halves(a0, IS_BF16)
+    a1_low, a1_high = _halves(a1, IS_BF16)
+    b0_low, b0_high = _halves(b0, IS_BF16)
+    b1_low, b1_high = _halves(b1, IS_BF16)
+    total = _outer_emulated(a0_low, b0_low, W) + _outer_emulated(a0_high, b0_high, W)
+    total += _outer_emulated(a1_low, b1_low, W) + _outer_emulated(a1_high, b1_high, W)
+    even, odd = tl.split(tl.reshape(total, [W, 8, 4, 2]))
+    return tl.reshape(even, [W * 32]), tl.reshape(odd, [W * 32])
+
+
+@triton.jit
+def _outer_emulated(a, b, W: tl.constexpr):
+    return tl.sum(tl.reshape(a, [W, 8, 1, 4]) * tl.reshape(b, [W, 1, 8, 4]), axis=3)
+
+
+@triton.jit
+def _quarters(vector, T: tl.constexpr):
+    """The four words of each thread's 16-byte vector: (T, 4) to four of (T,)."""
+    even, odd = tl.split(tl.reshape(vector, [T, 2, 2]))
     word0, word2 = tl.split(even)
     word1, word3 = tl.split(odd)
     return word0, word1, word2, word3
@@ -241,72 +184,224 @@ def _round_to(value, dtype: tl.constexpr, INTERPRET: tl.constexpr):
     return value.to(dtype)
 
 
+@triton.jit
+def _opaque(value, INTERPRET: tl.constexpr):
+    """The same value with nothing known of it, so that a store keeps the layout its value already has."""
+    if INTERPRET:
+        return value
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.constexpr_function
+def _sum_warps_asm(E, Q, W):
+    """PTX that adds E x 4 x 32 sums of each of W warps through shared memory: one store, one barrier, W loads in order.
+
+    Operands: Q outputs, E x 4 sums, the byte offset to store them at, Q byte offsets to read from (< 0: nothing).
+    """
+    lines = ["{", f".shared .align 16 .b8 sums[{W * 512 * E}];", ".reg .b32 base, at;", ".reg .f32 total, part;"]
+    lines += [".reg .pred p;", "mov.u32 base, sums;", f"add.u32 at, base, ${Q + 4 * E};"]
+    lines += [f"st.shared.f32 [at+{128 * i}], ${Q + i};" for i in range(4 * E)]
+    lines.append("bar.sync 0;")
+    for q in range(Q):
+        source = f"${Q + 4 * E + 1 + q}"
+        lines += ["mov.f32 total, 0f00000000;", f"setp.ge.s32 p, {source}, 0;", f"add.u32 at, base, {source};"]
+        lines.append("@!p mov.u32 at, base;")
+        for w in range(W):
+            lines += [f"ld.shared.f32 part, [at+{w * 512 * E}];", "add.f32 total, total, part;"]
+        lines.append(f"mov.f32 ${q}, total;")
+    return "\n".join([*lines, "}"])
+
+
+@triton.constexpr_function
+def _sum_warps_constraints(E, Q):
+    return ",".join(["=&f"] * Q + ["f"] * (4 * E) + ["r"] * (1 + Q))
+
+
+@triton.jit
+def _sum_warps(
+    sums,  # E x 4 of (T,)
+    thread,  # (T,)
+    sources,  # Q of (T,): which of the E x 4 x 32 sums this slot wants, or < 0
+    E: tl.constexpr, Q: tl.constexpr, W: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """The same sum over warps in the same order on every run and for every M: Q of (T,)."""
+    if INTERPRET:
+        wanted = ()
+        for q in tl.static_range(Q):
+            value = tl.zeros([W * 32], tl.float32)
+            for i in tl.static_range(4 * E):
+                total = tl.sum(tl.reshape(sums[i], [W, 32]), axis=0)
+                here = tl.gather(total, tl.maximum(sources[q], 0) % 32, 0)
+                value = tl.where(sources[q] // 32 == i, here, value)
+            wanted = wanted + (value,)
+        return wanted
+    operands = sums + ((thread // 32) * (512 * E) + thread % 32 * 4,)
+    for q in tl.static_range(Q):
+        operands = operands + (sources[q] * 4,)
+    asm: tl.constexpr = _sum_warps_asm(E, Q, W)
+    constraints: tl.constexpr = _sum_warps_constraints(E, Q)
+    if Q == 1:
+        return (tl.inline_asm_elementwise(asm, constraints, operands, tl.float32, is_pure=False, pack=1),)
+    elif Q == 2:
+        return tl.inline_asm_elementwise(asm, constraints, operands, (tl.float32, tl.float32), is_pure=False, pack=1)
+    elif Q == 4:
+        return tl.inline_asm_elementwise(
+            asm, constraints, operands, (tl.float32, tl.float32, tl.float32, tl.float32), is_pure=False, pack=1
+        )
+    else:
+        tl.static_assert(Q == 8)
+        return tl.inline_asm_elementwise(
+            asm,
+            constraints,
+            operands,
+            (tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=False,
+            pack=1,
+        )
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # M <= 64: fragments straight from memory to the tensor cores
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _load_weights(words, offsets, unit, ok, EVEN: tl.constexpr):
-    """Both 64-k chunks of this warp's unit: (T, R, 4) int32 each, 16 bytes a thread, read once and not kept."""
-    pointers = words + (offsets + (unit * 256)[:, None, None])
-    if EVEN:
-        first = tl.load(pointers, eviction_policy="evict_first")
-        second = tl.load(pointers + 128, eviction_policy="evict_first")
-    else:
-        first = tl.load(pointers, mask=ok[:, :, None], other=0, eviction_policy="evict_first")
-        second = tl.load(pointers + 128, mask=ok[:, :, None], other=0, eviction_policy="evict_first")
-    return first, second
-
-
-@triton.jit
-def _load_x(x, offsets, row_ok, k, K, PART: tl.constexpr):
-    """Eight consecutive k of each thread's row: (T, C, 4) int32, four tensor-core B registers."""
-    ok = row_ok & (k + PART * 32 < K)[:, None]
-    return tl.load(x + (offsets + ((k // 8) * 4)[:, None, None] + PART * 16), mask=ok[:, :, None], other=0)
-
-
-@triton.jit
-def _load_pairs(table, offsets, unit, ok, PER_UNIT: tl.constexpr, PART: tl.constexpr, EVEN: tl.constexpr):
-    """Scales (or zeros) of rows g and g + 8, one 32-bit word: (T, R) int32."""
-    pointers = table + (offsets + (unit * PER_UNIT + PART)[:, None] * 8)
-    if EVEN:
-        return tl.load(pointers)
-    return tl.load(pointers, mask=ok, other=0)
-
-
-@triton.jit
-def _flush(
-    t0, t1, t2, t3, g0, g1, g2, g3, xs0, xs1, scale_word, zero_word,
-    SYMMETRIC: tl.constexpr, CENTRE: tl.constexpr, IS_BF16: tl.constexpr,
+def _load_weights(
+    words, w_offsets,  # (T, 4)
+    scales, zeros, s_offsets,  # (T,)
+    unit, first_tile, UNITS, TILES, groups,  # unit (T,): the 128 k of this warp
+    R: tl.constexpr, PER_UNIT: tl.constexpr, SYMMETRIC: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """total += scale * (group sum - zero * sum of x); every step is exact when x is one-hot."""
-    s_low, s_high = _halves(tl.trans(scale_word)[:, None, :], IS_BF16)
-    if SYMMETRIC:
-        if not CENTRE:
-            bias: tl.constexpr = 136.0 if IS_BF16 else 1032.0
-            g0 -= bias * xs0
-            g1 -= bias * xs1
-            g2 -= bias * xs0
-            g3 -= bias * xs1
-    else:
-        offset: tl.constexpr = -8.0 if CENTRE else (128.0 if IS_BF16 else 1024.0)
-        z_low, z_high = _halves(tl.trans(zero_word)[:, None, :], IS_BF16)
-        g0 = (g0 - offset * xs0) - z_low * xs0
-        g1 = (g1 - offset * xs1) - z_low * xs1
-        g2 = (g2 - offset * xs0) - z_high * xs0
-        g3 = (g3 - offset * xs1) - z_high * xs1
-    return t0 + s_low * g0, t1 + s_low * g1, t2 + s_high * g2, t3 + s_high * g3
+    """A warp's next 128 k: two 16-byte loads a row tile (one a 64-k chunk), read once and not kept, and the scales."""
+    w = ()
+    pairs = ()
+    for r in tl.static_range(R):
+        w_at = words + (w_offsets + (unit * 256 + (first_tile + r) * (UNITS * 256))[:, None])
+        s_at = s_offsets + unit * (PER_UNIT * 8) + (first_tile + r) * (groups * 8)
+        if EVEN:
+            w = w + (
+                tl.load(w_at, eviction_policy="evict_first"),
+                tl.load(w_at + 128, eviction_policy="evict_first"),
+            )
+        else:
+            ok = (unit < UNITS) & (first_tile + r < TILES)
+            w = w + (
+                tl.load(w_at, mask=ok[:, None], other=0, eviction_policy="evict_first"),
+                tl.load(w_at + 128, mask=ok[:, None], other=0, eviction_policy="evict_first"),
+            )
+        for part in tl.static_range(PER_UNIT):
+            if EVEN:
+                pairs = pairs + (tl.load(scales + s_at + part * 8),)
+                if not SYMMETRIC:
+                    pairs = pairs + (tl.load(zeros + s_at + part * 8),)
+            else:
+                pairs = pairs + (tl.load(scales + s_at + part * 8, mask=ok, other=0),)
+                if not SYMMETRIC:
+                    pairs = pairs + (tl.load(zeros + s_at + part * 8, mask=ok, other=0),)
+    return w, pairs
 
 
 @triton.jit
-def _store_y(y, bias, at, n, tile_y, inside, N, HAS_BIAS: tl.constexpr, INTERPRET: tl.constexpr):
+def _load_x(x, x_offsets, row, M, k, K, x_stride8, C: tl.constexpr):
+    """The activations of the same 128 k, in natural order: eight consecutive k a thread, four times a column tile."""
+    loaded = ()
+    for c in tl.static_range(C):
+        x_at = x + (x_offsets + (k // 2 + c * 8 * (x_stride8 * 4))[:, None])
+        for part in tl.static_range(4):
+            ok = (row + c * 8 < M) & (k + part * 32 < K)
+            loaded = loaded + (tl.load(x_at + part * 16, mask=ok[:, None], other=0),)
+    return loaded
+
+
+@triton.jit
+def _scaled(
+    totals, sums, x_sums, s, z, r: tl.constexpr, C: tl.constexpr, SYMMETRIC: tl.constexpr, IS_BF16: tl.constexpr
+):  # fmt: skip
+    """Totals of row tile r plus scale * (group sum - zero * sum of x); every step is exact when x is one-hot."""
+    s_low, s_high = _halves(s, IS_BF16)
+    new = ()
+    for c in tl.static_range(C):
+        g0 = sums[(r * C + c) * 4]
+        g1 = sums[(r * C + c) * 4 + 1]
+        g2 = sums[(r * C + c) * 4 + 2]
+        g3 = sums[(r * C + c) * 4 + 3]
+        if not SYMMETRIC:  # the codes were multiplied as q - 8
+            z_low, z_high = _halves(z, IS_BF16)
+            xs0 = x_sums[c * 4]
+            xs1 = x_sums[c * 4 + 1]
+            g0 = (g0 + 8.0 * xs0) - z_low * xs0
+            g1 = (g1 + 8.0 * xs1) - z_low * xs1
+            g2 = (g2 + 8.0 * xs0) - z_high * xs0
+            g3 = (g3 + 8.0 * xs1) - z_high * xs1
+        new = new + (totals[(r * C + c) * 4] + s_low * g0, totals[(r * C + c) * 4 + 1] + s_low * g1,
+                     totals[(r * C + c) * 4 + 2] + s_high * g2, totals[(r * C + c) * 4 + 3] + s_high * g3)  # fmt: skip
+    return new
+
+
+@triton.jit
+def _zeros(COUNT: tl.constexpr, T: tl.constexpr):
+    zero = tl.zeros([T], tl.float32)
+    many = ()
+    for _ in tl.static_range(COUNT):
+        many = many + (zero,)
+    return many
+
+
+@triton.jit
+def _multiply_unit(
+    w, x, pairs,  # what _load_weights and _load_x returned
+    totals, sums, x_sums,  # R C x 4, R C x 4 and C x 4 of (T,)
+    GROUP: tl.constexpr, PER_UNIT: tl.constexpr, R: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+    SYMMETRIC: tl.constexpr, IS_BF16: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """128 k: eight steps of the tensor core a tile, and the group sums into the totals where a group ends."""
+    T: tl.constexpr = W * 32
+    KINDS: tl.constexpr = 1 if SYMMETRIC else 2  # scales, zeros
+    one: tl.constexpr = 0x3F803F80 if IS_BF16 else 0x3C003C00
+    ones = tl.full([T], one, tl.int32)
+    for part in tl.static_range(4):  # 32 k each: two steps of the tensor core
+        b = ()
+        for c in tl.static_range(C):
+            b = b + _quarters(x[c * 4 + part], T)
+        q = ()
+        for r in tl.static_range(R):
+            q = q + _quarters(w[r * 2 + part // 2], T)
+        for step in tl.static_range(2):
+            new = ()
+            for r in tl.static_range(R):
+                a = _nibbles_to_pairs(q[r * 4 + part % 2 * 2 + step], IS_BF16, INTERPRET)
+                for c in tl.static_range(C):
+                    new = new + _mma(a[0], a[1], a[2], a[3], b[c * 4 + step * 2], b[c * 4 + step * 2 + 1],
+                                     sums[(r * C + c) * 4], sums[(r * C + c) * 4 + 1], sums[(r * C + c) * 4 + 2],
+                                     sums[(r * C + c) * 4 + 3], W, IS_BF16, INTERPRET)  # fmt: skip
+            sums = new
+            if not SYMMETRIC:  # the sums of x, from the same tensor cores
+                new = ()
+                for c in tl.static_range(C):
+                    new = new + _mma(ones, ones, ones, ones, b[c * 4 + step * 2], b[c * 4 + step * 2 + 1],
+                                     x_sums[c * 4], x_sums[c * 4 + 1], x_sums[c * 4 + 2], x_sums[c * 4 + 3],
+                                     W, IS_BF16, INTERPRET)  # fmt: skip
+                x_sums = new
+        if GROUP > 0 and (part + 1) * 32 % GROUP == 0:
+            new = ()
+            for r in tl.static_range(R):
+                s = pairs[(r * PER_UNIT + (part + 1) * 32 // GROUP - 1) * KINDS]
+                z = pairs[(r * PER_UNIT + (part + 1) * 32 // GROUP) * KINDS - 1]
+                new = new + _scaled(totals, sums, x_sums, s, z, r, C, SYMMETRIC, IS_BF16)
+            totals = new
+            sums = _zeros(R * C * 4, T)
+            x_sums = _zeros(C * 4, T)
+    return totals, sums, x_sums
+
+
+@triton.jit
+def _store_y(y, bias, at, n, value, inside, N, HAS_BIAS: tl.constexpr, INTERPRET: tl.constexpr):
     if HAS_BIAS:
-        tile_y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
-    tl.store(y + at, _round_to(tile_y, y.dtype.element_ty, INTERPRET), mask=inside)
+        value += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(y + at, _round_to(value, y.dtype.element_ty, INTERPRET), mask=inside)
 
 
-@triton.jit(do_not_specialize=["M", "K", "x_stride8", "UNITS", "TILES"])
+@triton.jit(do_not_specialize=["M", "K", "x_stride8", "UNITS", "TILES", "splits"])
 def fragment_kernel(
     x,  # (M, K) as int32 pairs, rows 16-byte aligned
     words,  # (N/16, K/128, 2, 32, 4) int32, see kernels/README.md
@@ -314,127 +409,124 @@ def fragment_kernel(
     zeros,  # like scales, or anything when SYMMETRIC
     bias,  # (N,) or anything when not HAS_BIAS
     y,  # (M, N)
-    partial,  # (SPLIT_K, M, N) fp32 when SPLIT_K > 1
-    arrived,  # (tiles,) int32 of zeros when SPLIT_K > 1; left at zero
+    partial,  # (splits, M, N) fp32 when SPLIT
+    arrived,  # (blocks,) int32 of zeros when SPLIT; left at zero
     M, N, K, x_stride8,  # x_stride8: row stride of x in units of 8 elements
     UNITS, TILES,  # padded K / 128, padded N / 16
+    splits,  # blocks that share a tile's K
     GROUP: tl.constexpr,  # 32, 64, 128, or 0 for one scale a row
-    EVEN: tl.constexpr,  # UNITS a multiple of W * SPLIT_K and TILES of R: no masks on the weights
-    ONCE: tl.constexpr,  # UNITS <= W * SPLIT_K
+    EVEN: tl.constexpr,  # UNITS a multiple of W * splits and TILES of R: fewer masks
+    ONCE: tl.constexpr,  # UNITS <= W * splits
     R: tl.constexpr,  # row tiles of 16 a warp works on
     C: tl.constexpr,  # column tiles of 8 activations
-    W: tl.constexpr,  # warps; each takes every W-th unit of K
-    SPLIT_K: tl.constexpr,
-    SYMMETRIC: tl.constexpr, CENTRE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    W: tl.constexpr,  # warps, 4 or more; each takes every W-th unit of K
+    SPLIT: tl.constexpr,
+    SYMMETRIC: tl.constexpr, HAS_BIAS: tl.constexpr,
+    AHEAD: tl.constexpr, PDL: tl.constexpr,
     IS_BF16: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
+    """Every tensor is (T,) or (T, 4), a thread's registers in tuples, so that no version of Triton has a layout to
+    choose.
+
+    PDL lets this kernel start before the one in front of it has ended, and the next before this one has: until then
+    only weights are touched.
+    """
     T: tl.constexpr = W * 32
     PER_UNIT: tl.constexpr = 128 // GROUP if GROUP > 0 else 0
     groups = UNITS * PER_UNIT if GROUP > 0 else 1
-    NEED_SUM: tl.constexpr = not (SYMMETRIC and CENTRE)
 
     block = tl.program_id(0)
     split = tl.program_id(1)
+    lanes = W * splits if SPLIT else W
     thread = tl.arange(0, T)
     lane = thread % 32
     unit = thread // 32 + split * W
     g = lane // 4
-    tile = block * R + tl.arange(0, R)
-    tile_ok = (tile < TILES)[None, :]
-    column = tl.arange(0, C) * 8
-
-    w_offsets = (
-        (tile * (UNITS * 256))[None, :, None] + (lane * 4)[:, None, None] + tl.arange(0, 4)[None, None, :]
-    )
-    s_offsets = (tile * (groups * 8))[None, :] + g[:, None]
-    x_row = column[None, :] + g[:, None]
-    x_ok = x_row < M
-    x_offsets = (x_row * x_stride8 * 4)[:, :, None] + tl.arange(0, 4)[None, None, :]
+    first_tile = block * R
+    w_offsets = (lane * 4)[:, None] + tl.arange(0, 4)[None, :]
+    x_offsets = (g * x_stride8 * 4)[:, None] + tl.arange(0, 4)[None, :]
     k_lane = (lane % 4) * 8
 
-    t0 = tl.zeros([R, C, T], tl.float32)
-    t1, t2, t3 = t0, t0, t0
-    g0, g1, g2, g3 = t0, t0, t0, t0
-    xs0 = tl.zeros([1, C, T], tl.float32)
-    xs1, xs2, xs3 = xs0, xs0, xs0
-    one: tl.constexpr = 0x3F803F80 if IS_BF16 else 0x3C003C00
-    ones = tl.full([1, 1, T], one, tl.int32)
-    zero_word = tl.zeros([T, R], tl.int32)
+    totals = _zeros(R * C * 4, T)
+    sums = _zeros(R * C * 4, T)
+    x_sums = _zeros(C * 4, T)
+    if PDL and not INTERPRET:
+        tl.extra.cuda.gdc_launch_dependents()
+    w, pairs = _load_weights(words, w_offsets, scales, zeros, g, unit, first_tile, UNITS, TILES, groups,
+                             R, PER_UNIT, SYMMETRIC, EVEN)  # fmt: skip
+    if PDL and not INTERPRET:
+        tl.extra.cuda.gdc_wait()  # weights don't depend on the kernel before; everything else does
+    if ONCE:
+        x_now = _load_x(x, x_offsets, g, M, unit * 128 + k_lane, K, x_stride8, C)
+        totals, sums, x_sums = _multiply_unit(w, x_now, pairs, totals, sums, x_sums, GROUP, PER_UNIT,
+                                              R, C, W, SYMMETRIC, IS_BF16, INTERPRET)  # fmt: skip
+    elif AHEAD:
+        x_next = _load_x(x, x_offsets, g, M, unit * 128 + k_lane, K, x_stride8, C)
+        for _ in range(tl.cdiv(UNITS, lanes)):
+            x_now = x_next
+            w_now = w
+            pairs_now = pairs
+            unit += lanes
+            w, pairs = _load_weights(words, w_offsets, scales, zeros, g, unit, first_tile, UNITS, TILES, groups,
+                                     R, PER_UNIT, SYMMETRIC, False)  # fmt: skip
+            x_next = _load_x(x, x_offsets, g, M, unit * 128 + k_lane, K, x_stride8, C)
+            totals, sums, x_sums = _multiply_unit(w_now, x_now, pairs_now, totals, sums, x_sums, GROUP, PER_UNIT,
+                                                  R, C, W, SYMMETRIC, IS_BF16, INTERPRET)  # fmt: skip
+    else:
+        for _ in range(tl.cdiv(UNITS, lanes)):
+            x_now = _load_x(x, x_offsets, g, M, unit * 128 + k_lane, K, x_stride8, C)
+            totals, sums, x_sums = _multiply_unit(w, x_now, pairs, totals, sums, x_sums, GROUP, PER_UNIT,
+                                                  R, C, W, SYMMETRIC, IS_BF16, INTERPRET)  # fmt: skip
+            unit += lanes
+            w, pairs = _load_weights(words, w_offsets, scales, zeros, g, unit, first_tile, UNITS, TILES, groups,
+                                     R, PER_UNIT, SYMMETRIC, False)  # fmt: skip
 
-    ok = tile_ok & (unit < UNITS)[:, None]
-    next_w = _load_weights(words, w_offsets, unit, ok, EVEN)
-    k = unit * 128 + k_lane
-    next_x = (_load_x(x, x_offsets, x_ok, k, K, 0), _load_x(x, x_offsets, x_ok, k, K, 1),
-              _load_x(x, x_offsets, x_ok, k, K, 2), _load_x(x, x_offsets, x_ok, k, K, 3))  # fmt: skip
-    for _ in range(tl.cdiv(UNITS, W * SPLIT_K)):
-        now_w = next_w
-        now_x = next_x
-        now_unit = unit
-        now_ok = ok
-        if not ONCE:
-            unit += W * SPLIT_K
-            ok = tile_ok & (unit < UNITS)[:, None]
-            next_w = _load_weights(words, w_offsets, unit, ok, False)
-            k = unit * 128 + k_lane
-            next_x = (_load_x(x, x_offsets, x_ok, k, K, 0), _load_x(x, x_offsets, x_ok, k, K, 1),
-                      _load_x(x, x_offsets, x_ok, k, K, 2), _load_x(x, x_offsets, x_ok, k, K, 3))  # fmt: skip
-        for part in tl.static_range(4):  # 32 k each: two steps of the tensor core
-            q0, q1, q2, q3 = _quarters(now_w[part // 2], R, T)
-            b0, b1, b2, b3 = _quarters(now_x[part], C, T)
-            for step in tl.static_range(2):
-                if part % 2 == 0:
-                    word = q0 if step == 0 else q1
-                else:
-                    word = q2 if step == 0 else q3
-                low = b0 if step == 0 else b2
-                high = b1 if step == 0 else b3
-                a0, a1, a2, a3 = _nibbles_to_pairs(word[:, None, :], IS_BF16, CENTRE, INTERPRET)
-                g0, g1, g2, g3 = _mma(a0, a1, a2, a3, low[None, :, :], high[None, :, :], g0, g1, g2, g3,
-                                      R, C, W, IS_BF16, INTERPRET)  # fmt: skip
-                if NEED_SUM:
-                    xs0, xs1, xs2, xs3 = _mma(ones, ones, ones, ones, low[None, :, :], high[None, :, :],
-                                              xs0, xs1, xs2, xs3, 1, C, W, IS_BF16, INTERPRET)  # fmt: skip
-            if GROUP > 0 and (part + 1) * 32 % GROUP == 0:
-                scale_word = _load_pairs(scales, s_offsets, now_unit, now_ok, PER_UNIT,
-                                         (part + 1) * 32 // GROUP - 1, EVEN)  # fmt: skip
-                if not SYMMETRIC:
-                    zero_word = _load_pairs(zeros, s_offsets, now_unit, now_ok, PER_UNIT,
-                                            (part + 1) * 32 // GROUP - 1, EVEN)  # fmt: skip
-                t0, t1, t2, t3 = _flush(t0, t1, t2, t3, g0, g1, g2, g3, xs0, xs1, scale_word, zero_word,
-                                        SYMMETRIC, CENTRE, IS_BF16)  # fmt: skip
-                g0 = tl.zeros([R, C, T], tl.float32)
-                g1, g2, g3 = g0, g0, g0
-                xs0 = tl.zeros([1, C, T], tl.float32)
-                xs1, xs2, xs3 = xs0, xs0, xs0
     if GROUP == 0:
-        scale_word = tl.load(scales + s_offsets, mask=tile_ok, other=0)
-        if not SYMMETRIC:
-            zero_word = tl.load(zeros + s_offsets, mask=tile_ok, other=0)
-        t0, t1, t2, t3 = _flush(t0, t1, t2, t3, g0, g1, g2, g3, xs0, xs1, scale_word, zero_word,
-                                SYMMETRIC, CENTRE, IS_BF16)  # fmt: skip
+        new = ()
+        for r in tl.static_range(R):
+            ok = first_tile + r < TILES
+            s_at = g + (first_tile + r) * 8
+            s = tl.load(scales + s_at, mask=ok, other=0)
+            z = s
+            if not SYMMETRIC:
+                z = tl.load(zeros + s_at, mask=ok, other=0)
+            new = new + _scaled(totals, sums, x_sums, s, z, r, C, SYMMETRIC, IS_BF16)
+        totals = new
 
-    tile_y = tl.join(tl.join(t0, t1), tl.join(t2, t3))  # R, C, T, odd, half
-    if W > 1:  # one fixed tree over the warps: the same sum on every run and for every M
-        tile_y = tl.sum(tl.reshape(tile_y, [R, C, W, 32, 2, 2]), axis=2)
-    # to one (8C, 16R) tile: lane = 4 g + t, row = 8 half + g, column = 2 t + odd
-    tile_y = tl.permute(tl.reshape(tile_y, [R, C, 8, 4, 2, 2]), (1, 3, 4, 0, 5, 2))  # C, t, odd, R, half, g
-    tile_y = tl.reshape(tile_y, [C * 8, R * 16])
-    m = tl.arange(0, C * 8)[:, None]
-    n = (block * (R * 16) + tl.arange(0, R * 16))[None, :]
-    at = m * N + n
-    inside = (m < M) & (n < N)
-    if SPLIT_K > 1:
-        tl.store(partial + split * (M * N) + at, tile_y, mask=inside)
+    # thread t takes outputs t, t + T, ... of the block's (8 C, 16 R) tile, n fastest
+    Q: tl.constexpr = (4 * R * C + W - 1) // W
+    places = ()
+    sources = ()
+    for slot in tl.static_range(Q):
+        order = (_opaque(thread, INTERPRET) + slot * T).to(tl.uint32)  # unsigned: / and % are shifts
+        row = order // (16 * R)
+        col = order % (16 * R)
+        # where the tensor core left it: lane 4 g + t, register 2 half + odd; row 8 half + g, column 2 t + odd
+        source = ((col // 16 * C + row // 8) * 4 + col // 8 % 2 * 2 + row % 2) * 32 + col % 8 * 4 + row % 8 // 2
+        source = tl.where(order < 128 * R * C, source.to(tl.int32), -1)
+        m = row.to(tl.int32)
+        n = col.to(tl.int32) + block * (16 * R)
+        sources = sources + (source,)
+        places = places + (m * N + n, n, (m < M) & (n < N) & (source >= 0))
+    values = _sum_warps(totals, thread, sources, R * C, Q, W, INTERPRET)
+    if SPLIT:
+        for slot in tl.static_range(Q):
+            tl.store(partial + split * (M * N) + places[slot * 3], values[slot], mask=places[slot * 3 + 2])
         tl.debug_barrier()
         ticket = tl.atomic_add(arrived + block, 1, sem="acq_rel", scope="gpu")
-        if ticket == SPLIT_K - 1:  # the last block to arrive adds the parts, always in this order
-            tile_y = tl.zeros([C * 8, R * 16], tl.float32)
-            for s in tl.static_range(SPLIT_K):
-                tile_y += tl.load(partial + s * (M * N) + at, mask=inside, other=0.0, cache_modifier=".cg")
-            _store_y(y, bias, at, n, tile_y, inside, N, HAS_BIAS, INTERPRET)
+        if ticket == splits - 1:  # the last block to arrive adds the parts, always in this order
+            for slot in tl.static_range(Q):
+                value = tl.zeros([T], tl.float32)
+                for s in range(splits):
+                    theirs = partial + s * (M * N) + places[slot * 3]
+                    value += tl.load(theirs, mask=places[slot * 3 + 2], other=0.0, cache_modifier=".cg")
+                _store_y(y, bias, places[slot * 3], places[slot * 3 + 1], value, places[slot * 3 + 2], N,
+                         HAS_BIAS, INTERPRET)  # fmt: skip
             tl.store(arrived + block, 0)
     else:
-        _store_y(y, bias, at, n, tile_y, inside, N, HAS_BIAS, INTERPRET)
+        for slot in tl.static_range(Q):
+            _store_y(y, bias, places[slot * 3], places[slot * 3 + 1], values[slot], places[slot * 3 + 2], N,
+                     HAS_BIAS, INTERPRET)  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -456,41 +548,32 @@ def dequant_kernel(
     groups = UNITS * (128 // GROUP) if GROUP > 0 else 1
     thread = tl.arange(0, T)
     lane = thread % 32
+    g = lane // 4
     chunk = tl.program_id(1) * P + thread // 32
     tile = tl.program_id(0)
     ok = chunk < UNITS * 2
     offsets = tile * (UNITS * 256) + chunk * 128 + lane * 4
     vector = tl.load(words + offsets[:, None] + tl.arange(0, 4)[None, :], mask=ok[:, None], other=0)
-    vector = tl.reshape(vector, [T, 1, 2, 2, 1, 1])  # thread, half, part, step, r, h
-    half = tl.reshape(tl.arange(0, 2), [1, 2, 1, 1, 1, 1])
-    r = tl.reshape(tl.arange(0, 2), [1, 1, 1, 1, 2, 1])
-    h = tl.reshape(tl.arange(0, 2), [1, 1, 1, 1, 1, 2])
-    q = tl.reshape((vector >> (half * 4 + r * 8 + h * 16)) & 15, [T, 2, 2, 8]).to(tl.float32)
-
-    row = tl.arange(0, 2)[None, :, None] * 8 + (lane // 4)[:, None, None]
-    k = (chunk * 64 + (lane % 4) * 8)[:, None, None] + (tl.arange(0, 2) * 32)[None, None, :]
-    if GROUP > 0:
-        entry = (
-            (tile * groups + k // GROUP) * 16
-            + (lane // 4)[:, None, None] * 2
-            + tl.arange(0, 2)[None, :, None]
-        )
-    else:
-        entry = tile * 16 + (lane // 4)[:, None, None] * 2 + tl.arange(0, 2)[None, :, None] + tl.zeros_like(k)
-    inside = ok[:, None, None] & (tile * 16 + row < N) & (k < K)
-    s = tl.load(scales + entry, mask=inside, other=0.0).to(tl.float32)
-    if SYMMETRIC:
-        value = (q - 8.0) * s[:, :, :, None]
-    else:
-        z = tl.load(zeros + entry, mask=inside, other=0.0).to(tl.float32)
-        value = (q - z[:, :, :, None]) * s[:, :, :, None]
-    at = (tile * 16 + row) * K.to(tl.int64) + k
-    columns = k[:, :, :, None] + tl.arange(0, 8)[None, None, None, :]
-    tl.store(
-        w + at[:, :, :, None] + tl.arange(0, 8)[None, None, None, :],
-        _round_to(value, w.dtype.element_ty, INTERPRET),
-        mask=inside[:, :, :, None] & (columns < K),
-    )
+    steps = _quarters(vector, T)
+    eight = tl.arange(0, 8)  # 4 (step % 2) + 2 r + h
+    for part in tl.static_range(2):
+        pair = tl.where((eight < 4)[None, :], steps[part * 2][:, None], steps[part * 2 + 1][:, None])
+        k = chunk * 64 + part * 32 + (lane % 4) * 8
+        group = k // GROUP if GROUP > 0 else 0
+        for half in tl.static_range(2):
+            row = tile * 16 + half * 8 + g
+            inside = ok & (row < N) & (k < K)
+            q = ((pair >> (half * 4 + (eight // 2 % 2 * 8 + eight % 2 * 16)[None, :])) & 15).to(tl.float32)
+            entry = (tile * groups + group) * 16 + g * 2 + half
+            s = tl.load(scales + entry, mask=inside, other=0.0).to(tl.float32)
+            if SYMMETRIC:
+                value = (q - 8.0) * s[:, None]
+            else:
+                z = tl.load(zeros + entry, mask=inside, other=0.0).to(tl.float32)
+                value = (q - z[:, None]) * s[:, None]
+            at = (row * K.to(tl.int64) + k)[:, None] + eight[None, :]
+            ok_store = inside[:, None] & (k[:, None] + eight[None, :] < K)
+            tl.store(w + at, _round_to(value, w.dtype.element_ty, INTERPRET), mask=ok_store)
 
 
 @triton.jit
@@ -523,18 +606,18 @@ def _as_pair(word, dtype: tl.constexpr):
 
 @triton.jit
 def _dequantized_chunk(
-    vector,  # (32, R, 4) int32: lane, row tile, step
-    scale_word,  # (32, R, parts) int32 of row pairs
+    vector,  # (32 R, 4) int32: a row tile's lanes, step
+    scale_word,  # (32 R, parts) int32 of row pairs
     zero_word,
     R: tl.constexpr, PARTS: tl.constexpr, dtype: tl.constexpr,
     SYMMETRIC: tl.constexpr, IS_BF16: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """(16 R, 64) weights, rounded to the 16-bit type like the reference."""
-    word = tl.reshape(vector, [32, R, 2, 2])  # part, step % 2
-    scale_word = tl.reshape(scale_word, [32, R, PARTS, 1])
-    zero_word = tl.reshape(zero_word, [32, R, PARTS, 1])
+    """(16 R, 64) weights, rounded to the 16-bit type like the reference; columns in the order of the A fragments."""
+    word = tl.reshape(vector, [R, 32, 2, 2])  # part, step % 2
+    scale_word = tl.reshape(scale_word, [R, 32, PARTS, 1])
+    zero_word = tl.reshape(zero_word, [R, 32, PARTS, 1])
     if SYMMETRIC and not INTERPRET:
-        r0, r1, r2, r3 = _nibbles_to_pairs(word, IS_BF16, True, INTERPRET)
+        r0, r1, r2, r3 = _nibbles_to_pairs(word, IS_BF16, INTERPRET)
         low, high = _both(scale_word, False), _both(scale_word, True)
         r0 = _as_pair(_multiply_pairs(r0, low, IS_BF16), dtype)
         r1 = _as_pair(_multiply_pairs(r1, high, IS_BF16), dtype)
@@ -549,11 +632,20 @@ def _dequantized_chunk(
         r1 = _round_to((_codes(word, 4) - _axis(z_high)) * _axis(s_high), dtype, INTERPRET)
         r2 = _round_to((_codes(word, 8) - _axis(z_low)) * _axis(s_low), dtype, INTERPRET)
         r3 = _round_to((_codes(word, 12) - _axis(z_high)) * _axis(s_high), dtype, INTERPRET)
-    w = tl.join(tl.join(r0, r2), tl.join(r1, r3))  # lane, R, part, step, h, r, half
-    w = tl.permute(
-        tl.reshape(w, [8, 4, R, 2, 2, 2, 2, 2]), (2, 7, 0, 3, 1, 4, 6, 5)
-    )  # R half g part t step r h
+    w = tl.join(tl.join(r0, r2), tl.join(r1, r3))  # R, lane, part, step, h, r, half
+    w = tl.permute(tl.reshape(w, [R, 8, 4, 2, 2, 2, 2, 2]), (0, 7, 1, 3, 4, 6, 2, 5))  # R half g part step r t h
     return tl.reshape(w, [R * 16, 64])
+
+
+@triton.jit
+def _load_rows(table, entry, chunk, GROUP: tl.constexpr):
+    """The scale or zero pairs of one chunk: (32 R, 1), or (32 R, 2) when a chunk has two groups."""
+    if GROUP == 32:
+        return tl.join(tl.load(table + entry + chunk * 16), tl.load(table + entry + chunk * 16 + 8))
+    elif GROUP == 0:
+        return tl.load(table + entry)[:, None]
+    else:
+        return tl.load(table + entry + (chunk * 64 // GROUP) * 8)[:, None]
 
 
 @triton.jit
@@ -568,21 +660,42 @@ def _axis(value):
     return value[:, :, :, :, None]
 
 
-@triton.jit(do_not_specialize=["M", "UNITS", "TILES"])
+@triton.jit(do_not_specialize=["M", "UNITS"])
+def permute_kernel(
+    x,  # (M, K) as int32 pairs
+    out,  # (M, 128 UNITS) as int32 pairs, columns in the order of the A fragments, zero beyond K
+    M, K, x_stride2, UNITS,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Within every 32 k, pair 4 j + t of the output is pair 4 t + j of the input."""
+    row = tl.program_id(0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    pair = at % 16
+    source = at - pair + (pair % 4) * 4 + pair // 4
+    value = tl.load(x + row * x_stride2 + source, mask=(source * 2 < K) & (at < UNITS * 64), other=0)
+    tl.store(out + row * (UNITS * 64) + at, value, mask=at < UNITS * 64)
+
+
+@triton.jit(do_not_specialize=["M", "UNITS", "TILES", "splits"])
 def fused_kernel(
-    x,  # (M, K)
+    x,  # (M, 128 UNITS), columns permuted by permute_kernel
     words, scales, zeros,  # as in fragment_kernel
-    bias, y, M, N, K, x_stride, UNITS, TILES,
-    GROUP: tl.constexpr,
+    bias, y,
+    partial,  # (blocks, splits, BLOCK_N, BLOCK_M) fp32 when SPLIT
+    arrived,  # (blocks,) int32 of zeros when SPLIT; left at zero
+    M, N, UNITS, TILES, splits,
+    GROUP: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,  # BLOCK_K is one chunk of 64
     SWIZZLE: tl.constexpr,
     SYMMETRIC: tl.constexpr, HAS_BIAS: tl.constexpr, IS_BF16: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """y tile = sum over 64-k chunks of x tile · (dequantised chunk)ᵀ; the chunk goes through shared memory as bf16."""
+    """yT tile = sum over 64-k chunks of (dequantised chunk) · (x tile)T. A warp's rows are its own row tiles, so the
+    dequantised chunk is the register operand of the product: no shared memory for it, no barrier."""
     R: tl.constexpr = BLOCK_N // 16
     PARTS: tl.constexpr = 2 if GROUP == 32 else 1
     groups = UNITS * (128 // GROUP) if GROUP > 0 else 1
     pid = tl.program_id(0)
+    split = tl.program_id(1)
     blocks_m = tl.cdiv(M, BLOCK_M)
     blocks_n = tl.cdiv(N, BLOCK_N)
     span = SWIZZLE * blocks_n  # neighbours in a band share their weights through L2
@@ -592,43 +705,51 @@ def fused_kernel(
     block_n = (pid % span) // band
 
     m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    tile = block_n * R + tl.arange(0, R)
-    lane = tl.arange(0, 32)
-    w_at = (
-        words
-        + (lane * 4)[:, None, None]
-        + (tile * (UNITS * 256))[None, :, None]
-        + tl.arange(0, 4)[None, None, :]
-    )
-    w_ok = (tile < TILES)[None, :, None]
-    x_at = x + m[:, None] * x_stride + tl.arange(0, 64)[None, :]
-    part = tl.arange(0, PARTS)[None, None, :]
-    entry = (tile * (groups * 8))[None, :, None] + (lane // 4)[:, None, None]
-    entry_ok = (tile < TILES)[None, :, None]
+    line = tl.arange(0, 32 * R)  # a row tile's lanes, one row tile a warp
+    lane = line % 32
+    tile = tl.minimum(block_n * R + line // 32, TILES - 1)  # beyond the edge: read anything, store nothing
+    w_at = words + (lane * 4 + tile * (UNITS * 256))[:, None] + tl.arange(0, 4)[None, :]
+    x_at = x + tl.minimum(m, M - 1)[:, None] * (UNITS * 128) + tl.arange(0, 64)[None, :]
+    entry = tile * (groups * 8) + lane // 4
 
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for chunk in range(UNITS * 2):
-        x_tile = tl.load(
-            x_at, mask=(m < M)[:, None] & (chunk * 64 + tl.arange(0, 64) < K)[None, :], other=0.0
-        )
-        vector = tl.load(w_at + chunk * 128, mask=w_ok, other=0)
-        if GROUP > 0:
-            where = entry + ((chunk * 64 + part * 32) // GROUP) * 8
-        else:
-            where = entry + part * 0
-        scale_word = tl.load(scales + where, mask=entry_ok, other=0)
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    share = (tl.cdiv(UNITS, splits) if SPLIT else UNITS) * 2
+    start = split * share
+    x_at += start * 64
+    w_at += start * 128
+    for chunk in range(start, tl.minimum(start + share, UNITS * 2)):
+        x_tile = tl.load(x_at)
+        vector = tl.load(w_at)
+        scale_word = _load_rows(scales, entry, chunk, GROUP)
         zero_word = scale_word
         if not SYMMETRIC:
-            zero_word = tl.load(zeros + where, mask=entry_ok, other=0)
+            zero_word = _load_rows(zeros, entry, chunk, GROUP)
         w = _dequantized_chunk(vector, scale_word, zero_word, R, PARTS, x.dtype.element_ty,
                                SYMMETRIC, IS_BF16, INTERPRET)  # fmt: skip
         if INTERPRET:  # its dot multiplies the bits of bf16
-            total = tl.dot(x_tile.to(tl.float32), tl.trans(w).to(tl.float32), total)
+            total = tl.dot(w.to(tl.float32), tl.trans(x_tile).to(tl.float32), total)
         else:
-            total = tl.dot(x_tile, tl.trans(w), total)
+            total = tl.dot(w, tl.trans(x_tile), total)
         x_at += 64
+        w_at += 128
     n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    if HAS_BIAS:
-        total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    inside = (m < M)[:, None] & (n < N)[None, :]
-    tl.store(y + m[:, None] * N + n[None, :], _round_to(total, y.dtype.element_ty, INTERPRET), mask=inside)
+    inside = (n < N)[:, None] & (m < M)[None, :]
+    y_at = y + m[None, :] * N + n[:, None]
+    if SPLIT:
+        at = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        at += pid * splits * (BLOCK_N * BLOCK_M)
+        tl.store(partial + split * (BLOCK_N * BLOCK_M) + at, total)
+        tl.debug_barrier()
+        ticket = tl.atomic_add(arrived + pid, 1, sem="acq_rel", scope="gpu")
+        if ticket == splits - 1:
+            total = tl.load(partial + at, cache_modifier=".cg")
+            for s in range(1, splits):
+                total += tl.load(partial + s * (BLOCK_N * BLOCK_M) + at, cache_modifier=".cg")
+            if HAS_BIAS:
+                total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+            tl.store(y_at, _round_to(total, y.dtype.element_ty, INTERPRET), mask=inside)
+            tl.store(arrived + pid, 0)
+    else:
+        if HAS_BIAS:
+            total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        tl.store(y_at, _round_to(total, y.dtype.element_ty, INTERPRET), mask=inside)

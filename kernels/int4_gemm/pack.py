@@ -22,7 +22,7 @@ class QuantizedWeight:
 
     def dequantize(self) -> Tensor:
         """fp32 (N, K), by the formula above: what every kernel must reproduce."""
-        n, k = self.q.shape
+        _n, k = self.q.shape
         column = torch.arange(k, device=self.q.device) // (self.group or max(k, 1))
         scales = self.scales.float()[:, column]
         zeros = 8.0 if self.zeros is None else self.zeros.float()[:, column]
@@ -43,9 +43,7 @@ class PackedWeight:
     @property
     def nbytes(self) -> int:
         """Bytes of weights, scales and zeros."""
-        return sum(
-            t.numel() * t.element_size() for t in (self.words, self.scales, self.zeros) if t is not None
-        )
+        return sum(t.numel() * t.element_size() for t in (self.words, self.scales, self.zeros) if t is not None)
 
 
 def check_group(group: int) -> None:
@@ -68,11 +66,12 @@ def quantize(
 ) -> QuantizedWeight:
     """Four-bit codes, scales and zeros from the weight alone.
 
-    ``minmax`` asymmetric: s = (max - min) / 15, z = -min / s (a float, not rounded to a code), q = clamp(round(w/s + z));
-    with group 0 this is the original project's per-channel calibration. ``minmax`` symmetric: s = max|w| / 7 with z = 8,
-    so codes run from 1 to 15. ``mse`` shrinks the range in 30 steps down to 0.42 of it (symmetric ranges start wide
-    enough to use code 0) and keeps, per group, the one with the least squared error. Scales and zeros are rounded to
-    ``scale_dtype`` first and the codes chosen with the rounded values. Constant and all-zero groups stay finite.
+    ``minmax`` asymmetric: s = (max - min) / 15, z = -min / s (a float, not rounded to a code),
+    q = clamp(round(w/s + z)); with group 0 this is the original project's per-channel calibration. ``minmax``
+    symmetric: s = max|w| / 7 with z = 8, so codes run from 1 to 15. ``mse`` shrinks the range in 30 steps down to
+    0.42 of it (a symmetric range may also use code 0, s = max|w| / 8) and keeps, per group, the one with the least
+    squared error. Scales and zeros are rounded to ``scale_dtype`` first and the codes chosen with the rounded values.
+    Constant and all-zero groups stay finite.
     """
     check_group(group)
     if method not in METHODS:

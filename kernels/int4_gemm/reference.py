@@ -20,17 +20,15 @@ def int4_gemm_reference(x: Tensor, weight: PackedWeight, bias: Tensor | None = N
     return y.to(x.dtype)
 
 
-def tolerance(x: Tensor, weight: PackedWeight, dtype: torch.dtype, weights_rounded: bool = False) -> Tensor:
-    """(M, N) largest difference from the reference that rounding explains.
+def tolerance(x: Tensor, weight: PackedWeight, weights_rounded: bool = False) -> Tensor:
+    """(M, N) largest difference from the exact product that rounding explains.
 
-    One rounding of the result, plus fp32 sums: the product uses codes offset by 136 (bf16) or 1032 (fp16), each of K
-    additions losing at most 2^-23 of the running sum. ``weights_rounded`` allows for a path that rounds W to ``dtype``.
+    One rounding of the result to x's dtype, plus fp32 sums: products of x with codes at most 15 wide, scaled, each
+    addition losing at most 2^-23 of the running sum of magnitudes. ``weights_rounded``: W was rounded as well.
     """
-    w = dequantize(weight)
-    eps = torch.finfo(dtype).eps
-    exact = (x.float() @ w.T).abs()
-    sums = x.float().abs() @ (w.abs() + 0.0).T
-    scale = w.abs().amax() / 7 if weight.k else 0.0
-    offset = (136.0 if dtype == torch.bfloat16 else 1032.0) * scale * x.float().abs().sum(-1, keepdim=True)
-    fp32 = 2.0**-22 * (sums + offset)
-    return eps / 2 * exact * 1.01 + fp32 + (eps / 2 * sums if weights_rounded else 0) + 1e-30
+    w = dequantize(weight).abs()
+    unit = torch.finfo(x.dtype).eps / 2
+    exact = (x.float() @ dequantize(weight).T).abs()
+    magnitudes = x.float().abs() @ w.T
+    widest = x.float().abs().sum(-1, keepdim=True) * (15 * weight.scales.float().abs().amax())
+    return 1.01 * unit * exact + 2.0**-22 * (magnitudes + widest) + weights_rounded * unit * magnitudes + 1e-30

@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 BUCKETS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 FRAGMENT_MAX_M = 64
 REGISTERS_PER_SM = 65536
+STATIC_SHARED_BYTES = 48 * 1024  # what PTX may declare; the fragment kernel adds its warps' sums there
 
 
 @dataclass(frozen=True)
@@ -25,14 +26,22 @@ class Tile:
     path: str  # "fragment", "fused" or "dequant"
     rows: int = 2  # fragment: row tiles of 16 a warp
     warps: int = 8
-    split_k: int = 1  # fragment: blocks that share a tile's K
-    centre: bool = False  # fragment: subtract the offset before the product, not after
+    split_k: int = 1  # fragment, fused: blocks that share a tile's K
+    ahead: bool = True  # fragment: request the next unit before multiplying this one
     block_m: int = 128  # fused
     block_n: int = 128
     stages: int = 3
 
 
 DEQUANT = Tile("dequant", warps=4)
+
+
+def fits(tile: Tile, m: int) -> bool:
+    """Whether the fragment kernel exists with this tile for ``m`` rows."""
+    elements = tile.rows * columns(m)
+    return (
+        tile.warps >= 4 and elements <= min(16, 2 * tile.warps) and tile.warps * elements * 512 <= STATIC_SHARED_BYTES
+    )
 
 
 def bucket(m: int) -> int:
@@ -50,8 +59,8 @@ def _key(n: int, k: int, group: int, m_bucket: int) -> str:
 
 
 def choose(m: int, n: int, k: int, group: int, device: str, sms: int) -> Tile:
-    """The tile for this product. Rows of M <= 16 get the same K split whatever M is, so a row's result doesn't depend on
-    how many others are in the batch."""
+    """The tile for this product. Rows of M <= 16 get the same K split whatever M is, so a row's result doesn't depend
+    on how many others are in the batch."""
     return _choose(bucket(m), n, k, group, device, sms)
 
 
@@ -66,13 +75,16 @@ def guess(m_bucket: int, n: int, k: int, sms: int) -> Tile:
     """A tile without measurements: enough blocks for every SM, enough warps to split K."""
     tiles, units = -(-n // 16), -(-k // 128)
     if m_bucket > FRAGMENT_MAX_M:
-        if m_bucket >= 1024:
+        if m_bucket >= (1024 if n >= 64 * sms else 512):
             return DEQUANT
-        return Tile("fused", warps=8 if m_bucket >= 128 else 4, block_m=min(128, m_bucket), block_n=128)
-    warps = 16 if units >= 16 else 8 if units >= 8 else 4
+        block_m = 256 if m_bucket >= 256 and n >= 64 * sms else 128
+        blocks = -(-m_bucket // block_m) * -(-n // 64)
+        split_k = max(1, min(4, 2 * sms // blocks, units // 4))
+        return Tile("fused", warps=4, block_m=block_m, block_n=64, stages=3 if block_m == 256 else 4, split_k=split_k)
     rows = 2 if tiles >= 2 * sms and m_bucket <= 32 else 1
-    if m_bucket > 32:
-        warps = min(warps, 8)
+    warps = 16 if units >= 16 else 8 if units >= 8 else 4
+    while not fits(Tile("fragment", rows=rows, warps=warps), m_bucket):
+        warps //= 2
     return Tile("fragment", rows=rows, warps=warps)
 
 
@@ -86,9 +98,9 @@ def _table(device: str) -> dict[str, dict[str, Any]]:
     return entries
 
 
-def has_table(device: str) -> bool:
-    """Whether anything was ever tuned for this GPU."""
-    return bool(_table(device))
+def is_tuned(m: int, n: int, k: int, group: int, device: str) -> bool:
+    """Whether this product's tile was measured, here or before shipping."""
+    return _key(n, k, group, bucket(m)) in _table(device)
 
 
 def shipped_path(device: str) -> Path:
@@ -97,9 +109,9 @@ def shipped_path(device: str) -> Path:
 
 
 def cache_path(device: str) -> Path:
-    """Where this machine's own measurements are kept; SDSIE_CACHE_DIR moves it."""
-    root = Path(os.environ.get("SDSIE_CACHE_DIR", Path.home() / ".cache" / "sdsie"))
-    return root / "int4_gemm" / f"{device.replace(' ', '_')}.json"
+    """Where this machine's own measurements are kept."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "sdsie" / "int4_gemm" / f"{device.replace(' ', '_')}.json"
 
 
 def save(device: str, entries: dict[str, Tile], path: Path | None = None) -> Path:
@@ -129,38 +141,46 @@ def fragment_candidates(m_bucket: int, n: int, k: int, sms: int) -> Iterator[Til
     tiles, units, c = -(-n // 16), -(-k // 128), columns(m_bucket)
     for rows in (1, 2, 4):
         for warps in (4, 8, 16):
-            registers = 8 * rows * c + 16 * (rows + c) + 32
-            if registers > min(255, REGISTERS_PER_SM // (warps * 32)):
+            registers = 8 * rows * c + 14 * (rows + c) + 24
+            fitting = fits(Tile("fragment", rows=rows, warps=warps), m_bucket)
+            if not fitting or registers > min(255, REGISTERS_PER_SM // (warps * 32)):
                 continue
             for split_k in (1, 2, 4):
                 blocks = -(-tiles // rows) * split_k
-                if warps * split_k > units or (split_k > 1 and blocks > 4 * sms):
+                if warps * split_k > max(units, 4) or (split_k > 1 and blocks > 4 * sms):
                     continue
                 if blocks < sms // 2 and blocks < tiles:
                     continue
-                yield Tile("fragment", rows=rows, warps=warps, split_k=split_k)
+                for ahead in (True, False) if split_k == 1 and rows == 1 and units > warps else (True,):
+                    yield Tile("fragment", rows=rows, warps=warps, split_k=split_k, ahead=ahead)
 
 
-def fused_candidates(m_bucket: int) -> Iterator[Tile]:
-    """Tiles of the tl.dot kernel."""
+def fused_candidates(m_bucket: int, n: int, k: int, sms: int) -> Iterator[Tile]:
+    """Tiles of the tl.dot kernel; K is split until every SM has two to four blocks."""
     for block_m, block_n, warps, stages in (
+        (32, 64, 4, 5),
         (64, 64, 4, 4),
-        (64, 128, 4, 3),
+        (64, 128, 8, 3),
         (128, 64, 4, 3),
+        (128, 64, 4, 4),
+        (128, 64, 4, 5),
         (128, 128, 8, 3),
-        (128, 128, 4, 3),
-        (128, 256, 8, 3),
+        (256, 64, 4, 3),
         (256, 128, 8, 3),
     ):
-        if block_m <= max(64, m_bucket):
-            yield Tile("fused", warps=warps, block_m=block_m, block_n=block_n, stages=stages)
+        if block_m > m_bucket or block_m * 4 < min(m_bucket, 256):
+            continue
+        blocks = -(-m_bucket // block_m) * -(-n // block_n)
+        for split_k in (1, 2, 3, 4, 6):
+            if split_k == 1 or (blocks * split_k <= 4.5 * sms and k // split_k >= 512):
+                yield Tile("fused", warps=warps, block_m=block_m, block_n=block_n, stages=stages, split_k=split_k)
 
 
 def candidates(m_bucket: int, n: int, k: int, sms: int) -> list[Tile]:
     """Everything worth timing for a bucket of M."""
     found = list(fragment_candidates(m_bucket, n, k, sms)) if m_bucket <= FRAGMENT_MAX_M else []
     if m_bucket >= 32:
-        found += fused_candidates(m_bucket)
+        found += fused_candidates(m_bucket, n, k, sms)
     if m_bucket >= 256:
         found.append(DEQUANT)
     return found

@@ -1,0 +1,99 @@
+"""Every kernel compiles for three generations without a GPU, with the loads and instructions it was written for."""
+
+import re
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from sdsie_sglang.kernels.int4_gemm import gemm, kernel  # noqa: E402
+
+pytestmark = pytest.mark.skipif(gemm.INTERPRET, reason="the interpreter doesn't compile")
+
+INT, FLOAT = "*i32", "*bf16"
+FRAGMENT_TYPES = {
+    "x": INT,
+    "words": INT,
+    "scales": INT,
+    "zeros": INT,
+    "bias": FLOAT,
+    "y": FLOAT,
+    "partial": "*fp32",
+    "arrived": INT,
+}
+FUSED_TYPES = FRAGMENT_TYPES | {"x": FLOAT}
+DEQUANT_TYPES = {"words": INT, "scales": FLOAT, "zeros": FLOAT, "w": FLOAT}
+
+
+def _compile(function: Any, types: dict[str, str], constants: dict[str, Any], capability: int, **options: int) -> Any:
+    names = [parameter.name for parameter in function.params]
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    aligned = [name for name in names if signature[name].startswith("*") or name in ("N", "K")]
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(function, signature, {(names.index(n),): v for n, v in constants.items()}, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def _fragment(capability: int, rows: int, columns: int, warps: int, **changes: Any) -> Any:
+    constants = {
+        "GROUP": 128, "EVEN": True, "ONCE": False, "R": rows, "C": columns, "W": warps, "SPLIT": False,
+        "SYMMETRIC": True, "HAS_BIAS": False, "AHEAD": True, "PDL": False, "IS_BF16": True, "INTERPRET": False,
+    }  # fmt: skip
+    return _compile(kernel.fragment_kernel, FRAGMENT_TYPES, constants | changes, capability, num_warps=warps)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 120])
+def test_fragment_kernel(capability: int) -> None:
+    compiled = _fragment(capability, rows=2, columns=1, warps=8)
+    ptx = compiled.asm["ptx"]
+    weights = re.findall(r"ld\.global\.L1::evict_first\S*\.b32 \{([^}]*)\}", ptx)
+    assert len(weights) == 8, "two chunks of two row tiles, before and in the loop"
+    assert all(len(registers.split(",")) == 4 for registers in weights), "16 bytes a thread"
+    assert ptx.count("mma.sync.aligned.m16n8k16") == 16
+    assert ptx.count("lop3.b32") >= 64
+    assert "cvt.rn.f32.s" not in ptx, "no integer-to-float conversion"
+    assert compiled.metadata.shared == 0, "no layout conversion: shared memory is only in the sum over warps"
+    assert ptx.count("bar.sync") == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"SPLIT": True, "EVEN": False},
+        {"SYMMETRIC": False, "GROUP": 32, "HAS_BIAS": True},
+        {"GROUP": 0, "ONCE": True, "IS_BF16": False},
+        {"AHEAD": False, "GROUP": 64, "PDL": True},
+    ],
+    ids=["split", "asymmetric", "per channel fp16", "overlapping launches"],
+)
+def test_fragment_kernel_variants(changes: dict[str, Any]) -> None:
+    ptx = _fragment(90, rows=1, columns=2, warps=4, **changes).asm["ptx"]
+    assert "m16n8k16" in ptx
+    assert ("griddepcontrol.wait" in ptx) == changes.get("PDL", False)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 120])
+def test_fused_kernel(capability: int) -> None:
+    constants = {
+        "GROUP": 128, "SPLIT": True, "BLOCK_M": 64, "BLOCK_N": 64, "SWIZZLE": 8, "SYMMETRIC": True,
+        "HAS_BIAS": False, "IS_BF16": True, "INTERPRET": False,
+    }  # fmt: skip
+    compiled = _compile(kernel.fused_kernel, FUSED_TYPES, constants, capability, num_warps=4, num_stages=3)
+    ptx = compiled.asm["ptx"]
+    if capability == 90:
+        assert ptx.count("wgmma.mma_async") == 4, "four steps of a chunk"
+        assert "st.shared" not in ptx[: ptx.rindex("wgmma.mma_async")], "the weights go from registers"
+    else:
+        assert "mma.sync" in ptx
+
+
+@pytest.mark.parametrize("capability", [80, 90, 120])
+def test_dequantize_and_permute_kernels(capability: int) -> None:
+    constants = {"GROUP": 128, "P": 4, "SYMMETRIC": True, "INTERPRET": False}
+    ptx = _compile(kernel.dequant_kernel, DEQUANT_TYPES, constants, capability, num_warps=4).asm["ptx"]
+    assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 4, "16-byte stores"
+    _compile(kernel.permute_kernel, {"x": INT, "out": INT}, {"BLOCK": 1024}, capability, num_warps=4)
