@@ -341,6 +341,8 @@ def write_headlines(record: dict[str, Any], path: Path) -> None:
                         "note": "dram__bytes_read.sum by ncu against cuBLAS bf16: "
                         + ", ".join(f"{cell['layer']} at M={cell['m']}" for cell in record["dram"]),
                         **common})  # fmt: skip
+    if record.get("note"):
+        entries = [entry | {"note": entry["note"] + "; see the record's note"} for entry in entries]
     headline.update([headline.Figure(**entry) for entry in entries])
 
 
