@@ -3,6 +3,7 @@
 import base64
 import io
 from collections.abc import Sequence
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -26,8 +27,8 @@ COLOURS = {
     "ngram": "#E69F00",
 }
 MARKERS = "osD^vP"
-WIDTH_IN = 6.2
-STYLE = {
+WIDTH_IN = 5.6
+STYLE: Any = {
     "font.size": 10.5,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -134,7 +135,7 @@ def categories(phase: PhaseSummary) -> Figure | None:
                 error_kw={"lw": 0.8, "capsize": 1.5},
             )  # fmt: skip
         axes.set_yticks(np.arange(len(names)) + 0.4 - thick / 2, names)
-        axes.invert_yaxis()
+        axes.set_ylim(len(names) - 0.1, -0.2)
         axes.axvline(0, color="black", lw=0.8)
         axes.set_xlabel("speed against plain, %")
         figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9.5)
@@ -174,7 +175,8 @@ def power(records: Sequence[Record]) -> Figure | None:
         rows = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
         for axes, record in zip(rows, shown, strict=True):
             assert record.readings is not None
-            t_s, watts = np.array(record.readings.power_w).T
+            last = (record.readings.end_s, record.readings.power_w[-1][1])
+            t_s, watts = np.array([*record.readings.power_w, last]).T
             axes.step(t_s, watts, where="post", color="#444444", lw=0.7)
             for stretch in record.phases:
                 axes.axvspan(stretch.start_s, stretch.end_s, color=COLOURS["draft"], alpha=0.18, lw=0)
@@ -187,6 +189,7 @@ def power(records: Sequence[Record]) -> Figure | None:
             )  # fmt: skip
             hot.spines["top"].set_visible(False)
             hot.grid(False)
+            hot.yaxis.set_major_locator(MaxNLocator(3, integer=True))
             hot.set_ylabel("°C", color=COLOURS["entropy"])
             role = "" if record.datapoint.role == "method" else f" ({record.datapoint.role})"
             axes.set_title(f"{record.datapoint.method}{role}", loc="left", fontsize=9.5)

@@ -1,6 +1,7 @@
 """A report's building blocks, each as Markdown and as HTML; one self-contained page of them."""
 
 import html
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from sdsie_sglang.eval.token_gears import Cycle
 CSS = """
 :root { color-scheme: light; --ink: #1c1f24; --soft: #5b6470; --line: #dfe3e8; --accent: #0072B2; --warn: #fff4e5; }
 * { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1.5rem 1rem 4rem; max-width: 60rem; color: var(--ink); background: #fff;
+body { margin: 0 auto; padding: 1.5rem 1rem 4rem; max-width: 72rem; color: var(--ink); background: #fff;
        font: 16px/1.55 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; overflow-wrap: anywhere; }
 h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 .5rem; }
 h2 { font-size: 1.3rem; margin: 2.5rem 0 .5rem; padding-top: 1rem; border-top: 2px solid var(--line); }
@@ -26,7 +27,7 @@ table.text th { text-align: left; }
 tr:last-child td { border-bottom: 0; }
 figure { margin: 1rem 0; }
 figure .wide { border: 0; }
-figure img { display: block; width: 100%; max-width: 44rem; min-width: 26rem; height: auto; }
+figure img { display: block; width: 100%; max-width: 38rem; min-width: 20rem; height: auto; }
 figcaption, .note { color: var(--soft); font-size: .9rem; max-width: 46rem; }
 .flags { background: var(--warn); border-left: 4px solid #e69f00; border-radius: 4px; padding: .6rem 1rem;
          margin: 1rem 0; }
@@ -124,34 +125,39 @@ def page(title: str, blocks: Sequence[Block]) -> str:
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{html.escape(title)}</title>\n<style>{CSS}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
+        f"<title>{_escape(title)}</title>\n<style>{CSS}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
     )
 
 
 def _html(block: Block) -> str:
     match block:
         case Heading(text, level):
-            return f"<h{level}>{html.escape(text)}</h{level}>"
+            return f"<h{level}>{_escape(text)}</h{level}>"
         case Text(text, note):
-            return f'<p class="note">{html.escape(text)}</p>' if note else f"<p>{html.escape(text)}</p>"
+            return f'<p class="note">{_escape(text)}</p>' if note else f"<p>{_escape(text)}</p>"
         case Table(head, rows, prose):
-            heads = "".join(f'<th scope="col">{html.escape(cell)}</th>' for cell in head)
-            lines = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in rows)
+            heads = "".join(f'<th scope="col">{_escape(cell)}</th>' for cell in head)
+            lines = "".join("<tr>" + "".join(f"<td>{_escape(c)}</td>" for c in row) + "</tr>" for row in rows)
             kind = ' class="text"' if prose else ""
             return f'<div class="wide"><table{kind}><thead><tr>{heads}</tr></thead><tbody>{lines}</tbody></table></div>'
         case Flags(lines):
             if not lines:
                 return "<p>No flag was raised.</p>"
-            items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
+            items = "".join(f"<li>{_escape(line)}</li>" for line in lines)
             return f'<div class="flags"><strong>Flags</strong><ul>{items}</ul></div>'
         case Code(text):
-            return f"<pre>{html.escape(text)}</pre>"
+            return f"<pre>{_escape(text)}</pre>"
         case Picture(uri, caption):
-            words = html.escape(caption, quote=True)
+            words = _escape(caption)
             image = f'<div class="wide"><img src="{uri}" alt="{words}"></div>'
             return f"<figure>{image}<figcaption>{words}</figcaption></figure>"
         case Answer(pieces):
             return f'<div class="answer">{"".join(_piece(*piece) for piece in pieces)}</div>'
+
+
+def _escape(text: str) -> str:
+    """For text and attributes; a number is not parted from its percent sign."""
+    return html.escape(re.sub(r"(?<=\d) %", "\u00a0%", text), quote=True)
 
 
 def _piece(text: str, cycle: Cycle | None) -> str:

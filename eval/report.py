@@ -76,7 +76,8 @@ def part_blocks(part: PartSummary, records: Sequence[Record]) -> list[Block]:
         step = part.quantum
         facts.append(
             f"The energy counter moves every {1000 * step.period_s:.0f} ms by {step.energy_j:.1f} J (medians over "
-            f"{step.edges} steps)."
+            f"{step.edges} steps), so that one request's own difference would be off by up to {step.energy_j:.0f} J; "
+            "only windows of 10 s and more are reported."
         )
     else:
         facts.append("No energy was measured.")

@@ -17,7 +17,6 @@ from sdsie_sglang.eval.energy import (
     integrated_power_j,
     mean_power_w,
     mean_temperature_c,
-    quantum,
     window_energy_j,
 )
 from sdsie_sglang.eval.methods import METHODS
@@ -196,14 +195,6 @@ def energy_rules(record: Record) -> list[Flag]:
     return flags
 
 
-def quantum_too_coarse(readings: Readings, seconds: float, tolerance: float) -> str | None:
-    """Why energy over `seconds` cannot resolve `tolerance`, or None."""
-    step = quantum(readings).period_s
-    if step / seconds > tolerance:
-        return f"the counter moves every {step * 1000:.0f} ms: {step / seconds:.1%} of {seconds:.1f} s"
-    return None
-
-
 # -- the requests --------------------------------------------------------------------------------
 
 
@@ -231,9 +222,9 @@ def unequal_inputs(records: Sequence[Record]) -> list[Flag]:
     return flags
 
 
-def doubled_start(ids: Sequence[int], bos: int | None) -> bool:
-    """Whether a prompt begins with two start tokens: the template wrote one and the tokenizer another."""
-    return bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos
+def doubled_start(prompts: Sequence[Sequence[int]]) -> bool:
+    """Whether all prompts begin with one token twice: the template wrote a start token and the tokenizer another."""
+    return bool(prompts) and all(len(ids) > 1 and ids[0] == ids[1] for ids in prompts)
 
 
 def ignores_end(record: Record) -> list[Flag]:

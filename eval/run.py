@@ -156,6 +156,8 @@ def measure(config: Config, point: Datapoint, models: Models, this_run: str, on_
         [(ask, chat_ids(models.target, ask.text)) for ask in asks(config, phase, point.repetition)]
         for phase in range(len(config.phases))
     ]
+    if rules.doubled_start([ids for items in work for _, ids in items]):
+        raise Refused(f"prompts for {models.target} begin with two start tokens: its chat template is used wrongly")
     with ExitStack() as stack:
         server = stack.enter_context(Server.start(arguments, env=config.env))
         info = server.info()

@@ -1,0 +1,63 @@
+"""Teacher-forced judgement of answers that differ, by a tiny random model."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from sdsie_sglang.eval.fidelity import Judge
+
+PROMPT = [1, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.5,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("target")
+    LlamaForCausalLM(shape).save_pretrained(folder)
+    return str(folder)
+
+
+def greedy(target, tokens):
+    judge, ids = Judge(target, "float32"), list(PROMPT)
+    for _ in range(tokens):
+        ids.append(int(judge.log_probs([*ids, 0], len(ids))[0].argmax()))
+    return ids[len(PROMPT) :]
+
+
+def test_the_targets_own_answer_beats_another(target):
+    plain = greedy(target, 6)
+    other = [*plain[:3], (plain[3] + 1) % 32, *plain[4:]]
+    found = Judge(target, "float32").part("m", "k", PROMPT, plain, other)
+    assert found.index == 3
+    assert found.margin > 0
+    assert found.rounding_kl == 0.0
+    assert found.method_nll > found.plain_nll
+    model = LlamaForCausalLM.from_pretrained(target).eval()
+    with torch.inference_mode():
+        ids = torch.tensor([PROMPT + plain])
+        loss = model(ids, labels=torch.tensor([[-100] * len(PROMPT) + plain])).loss
+    assert found.plain_nll == pytest.approx(float(loss), rel=1e-4)
+
+
+def test_rounding_is_measured_by_the_served_precision(target):
+    plain = greedy(target, 6)
+    other = [*plain[:2], (plain[2] + 1) % 32, *plain[3:]]
+    found = Judge(target, "bfloat16").part("m", "k", PROMPT, plain, other)
+    assert 0 < found.rounding_kl < 0.1
+
+
+def test_a_large_margin_is_no_rounding(target):
+    plain = greedy(target, 4)
+    judge = Judge(target, "float32")
+    worst = int(judge.log_probs(PROMPT + plain, len(PROMPT))[0].argmin())
+    assert not judge.part("m", "k", PROMPT, plain, [worst, *plain[1:]]).is_rounding
+
+
+def test_nothing_to_judge(target):
+    judge = Judge(target, "float32")
+    assert judge.part("m", "k", PROMPT, [4, 5], [4, 5]) is None
+    assert judge.part("m", "k", PROMPT, [4, 5], [4]) is None

@@ -1,0 +1,193 @@
+"""The runner on a fake server: brackets, resuming, refusing, failing."""
+
+import contextlib
+import json
+
+import pytest
+
+from sdsie_sglang.eval import load, run
+from sdsie_sglang.eval.methods import METHODS, Models
+from sdsie_sglang.eval.plan import Ask, WarmUp
+from sdsie_sglang.eval.prompts import timed_prompts
+from sdsie_sglang.eval.record import read_all
+from sdsie_sglang.eval.server import Server
+from tests.unit.ruler_fakes import FakeServer
+
+CONFIG = """
+name: tiny
+parts: {all: [draft-k3, ngram-16]}
+categories: [coding]
+per_category: 2
+tokens: 5
+phases: [{concurrency: 1}, {concurrency: 2, variants: 2}]
+warm_up: {min_s: 0, reading_s: 0, tokens: 2}
+gpu: null
+"""
+
+
+class FakeStart:
+    """In place of Server.start: remembers what was started and answers as its arguments say."""
+
+    def __init__(self):
+        self.started: list[list[str]] = []
+        self.servers: list[FakeServer] = []
+        self.fail_at: int | None = None
+        self.lie = False
+
+    @contextlib.contextmanager
+    def __call__(self, arguments, *, env):
+        self.started.append(arguments)
+        fails = self.fail_at == len(self.started)
+        server = FakeServer(finish="abort" if fails else "length")
+        server.info = lambda: self.info(arguments)
+        server.startup_s = 1.0
+        self.servers.append(server)
+        yield server
+
+    def info(self, arguments):
+        def value(flag):
+            return arguments[arguments.index(flag) + 1] if flag in arguments else None
+
+        info = {"model_path": value("--model-path"), "disable_radix_cache": "--disable-radix-cache" in arguments}
+        info["speculative_algorithm"] = value("--speculative-algorithm")
+        info["speculative_num_draft_tokens"] = int(value("--speculative-num-draft-tokens") or 0)
+        state = {}
+        if "--sdsie-off" not in arguments and not self.lie:
+            info["speculative_algorithm"] = "SDSIE"
+            policy = {"policy": value("--sdsie-policy"), "k": int(value("--sdsie-k") or 0)}
+            state = {"sdsie": {"hooks": ["h"], "gate": {"policy": policy}}}
+        return {**info, "internal_states": [state]}
+
+
+@pytest.fixture
+def start(monkeypatch):
+    fake = FakeStart()
+    monkeypatch.setattr(Server, "start", fake)
+    monkeypatch.setattr(run, "resolve_models", lambda config: Models("T", "D"))
+    monkeypatch.setattr(run, "chat_ids", lambda model, text: list(text.encode()))
+    monkeypatch.setattr(run, "decode", lambda model, ids: "")
+    monkeypatch.setattr(run, "SETTLE_S", 0.0)
+    return fake
+
+
+@pytest.fixture
+def config_path(tmp_path):
+    path = tmp_path / "tiny.yaml"
+    path.write_text(CONFIG)
+    return str(path)
+
+
+def test_a_whole_run_then_nothing_left_to_do(start, config_path, tmp_path):
+    out = tmp_path / "out"
+    assert run.main([config_path, "--out", str(out)]) == 0
+    records = read_all(out)
+    assert [r.datapoint.role for r in records] == ["open", "method", "method", "close"]
+    assert len(start.started) == 4
+    for made, server in zip(records, start.servers, strict=True):
+        assert len(made.requests) == 6
+        assert {r.tokens for r in made.requests} == {5}
+        assert [r.label for r in made.warm_up] == ["warmup-1", "warmup-2", "warmup-3"]
+        timed = [bytes(ids) for ids in server.asked[3:]]
+        assert len(set(timed)) == len(timed) == 6
+        assert not set(timed) & {bytes(ids) for ids in server.asked[:3]}
+    assert records[0].command[-1] == "--disable-radix-cache"
+    assert json.loads((out / "plan.json").read_text())["order"][0]["role"] == "open"
+    assert run.main([config_path, "--out", str(out)]) == 0
+    assert len(start.started) == 4
+
+
+def test_a_failed_request_fails_the_run_and_it_resumes_there(start, config_path, tmp_path, capsys):
+    out = tmp_path / "out"
+    start.fail_at = 3
+    assert run.main([config_path, "--out", str(out)]) == 1
+    assert "without an answer" in capsys.readouterr().err
+    assert len(read_all(out)) == 2
+    start.fail_at = None
+    assert run.main([config_path, "--out", str(out)]) == 0
+    assert len(read_all(out)) == 4
+    assert len(start.started) == 5
+
+
+def test_a_server_that_is_not_ours_is_not_measured(start, config_path, tmp_path, capsys):
+    start.lie = True
+    assert run.main([config_path, "--out", str(tmp_path / "out")]) == 1
+    assert "not the server it should be" in capsys.readouterr().err
+    assert all(r.datapoint.method != "draft-k3" for r in read_all(tmp_path / "out"))
+
+
+def test_a_folder_of_another_configuration_is_refused(start, config_path, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert run.main([config_path, "--out", str(out)]) == 0
+    other = tmp_path / "other.yaml"
+    other.write_text(CONFIG.replace("tokens: 5", "tokens: 6"))
+    assert run.main([str(other), "--out", str(out)]) == 1
+    assert "another configuration" in capsys.readouterr().err
+    strange = tmp_path / "strange"
+    strange.mkdir()
+    (strange / "file").touch()
+    assert run.main([config_path, "--out", str(strange)]) == 1
+    assert len(start.started) == 4
+
+
+def test_a_missing_checkpoint_is_said_before_anything_starts(start, tmp_path, capsys):
+    path = tmp_path / "c.yaml"
+    path.write_text(CONFIG.replace("ngram-16", "eagle-k5"))
+    assert run.main([str(path), "--out", str(tmp_path / "out")]) == 1
+    assert "needs a checkpoint" in capsys.readouterr().err
+    assert start.started == []
+
+
+def test_plan_only_prints(start, config_path, tmp_path, capsys):
+    assert run.main([config_path, "--out", str(tmp_path / "out"), "--plan"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("to do") == 4
+    assert "4 servers, each with 6 requests" in out
+    assert start.started == []
+
+
+def test_unknown_part(start, config_path, capsys):
+    assert run.main([config_path, "--part", "nosuch"]) == 1
+    assert "nosuch" in capsys.readouterr().err
+
+
+# -- requests ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [],
+        [{"error": {"message": "out of memory"}}],
+        [{"output_ids": [1], "meta_info": {"finish_reason": {"type": "abort"}}}],
+        [{"output_ids": [], "meta_info": {"finish_reason": {"type": "stop"}}}],
+        [{"output_ids": [1], "meta_info": {"finish_reason": None}}],
+    ],
+    ids=["nothing", "error", "abort", "empty", "cut off"],
+)
+def test_every_way_to_fail_is_a_failure(events):
+    class Broken:
+        def stream(self, prompt, **sampling):
+            yield from events
+
+    with pytest.raises(load.RequestFailed):
+        load.answer(Broken(), [1], 5, clock=lambda: 0.0)
+
+
+def test_a_failure_at_concurrency_ends_the_phase():
+    server = FakeServer(finish="abort")
+    work = [(Ask(str(i), timed_prompts()[0], str(i)), [i]) for i in range(50)]
+    with pytest.raises(load.RequestFailed):
+        load.run_phase(server, work, phase=0, concurrency=4, tokens=3)
+    assert len(server.asked) < 50
+
+
+def test_warm_up_without_gpu_reads_each_prompt_at_least_once():
+    server = FakeServer()
+    readings, settled = load.warm_up(server, [("a", [1]), ("b", [2])], WarmUp(min_s=0, reading_s=0), None)
+    assert [r.label for r in readings] == ["a", "b"]
+    assert settled is None
+
+
+def test_methods_that_speculate_are_known():
+    assert not METHODS["plain"].speculates
+    assert all(m.speculates for name, m in METHODS.items() if name != "plain")
