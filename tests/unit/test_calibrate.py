@@ -1,0 +1,124 @@
+"""Calibration against a server that takes a known time for everything."""
+
+import pytest
+
+from sdsie_sglang.eval import calibrate
+from sdsie_sglang.eval.calibrate import Burst, Calibration, Power, Raw, build_table, cycle_ms
+from sdsie_sglang.eval.cost_table import GEAR_RECORD, from_gear_record, read_costs
+
+PREFILL_MS, ENGAGING_MS = 50.0, 9.0
+CYCLE_MS = {0: 5.0, 3: 8.0, 5: 11.0}
+
+
+class FakeServer:
+    """Accepts every second drafted token; its clock is the one that calibration reads."""
+
+    def __init__(self):
+        self.now_s = 0.0
+        self.policies = []
+        self.sent = 0
+
+    def set_policy(self, **settings):
+        self.policies.append(settings)
+
+    def post(self, route, body):
+        assert route == "/generate"
+        batch, tokens = len(body["input_ids"]), body["sampling_params"]["max_new_tokens"]
+        settings = self.policies[-1]
+        cycle, made, switches, last, cycles = 0, 1, 0, None, {}
+        ms = PREFILL_MS
+        while made < tokens:
+            k = {"plain": 0, "fixed": settings.get("k")}.get(settings["policy"])
+            if k is None:
+                k = 5 if cycle % 16 < 8 else 0
+            ms += CYCLE_MS[k] * batch + (ENGAGING_MS if last == 0 and k else 0.0)
+            switches += last is not None and last != k
+            cycles[str(k)] = cycles.get(str(k), 0) + 1
+            made, last, cycle = made + 1 + k // 2, k, cycle + 1
+        self.now_s += ms / 1000
+        self.sent += 1
+        stats = {"cycles": cycles, "switches": switches}
+        return FakeResponse([{"meta_info": {"sdsie": stats}}] * batch)
+
+
+class FakeResponse:
+    def __init__(self, answers):
+        self._answers = answers
+
+    def raise_for_status(self):
+        pass
+
+    def json(self):
+        return self._answers
+
+
+@pytest.fixture
+def server(monkeypatch):
+    fake = FakeServer()
+    monkeypatch.setattr(calibrate.time, "perf_counter", lambda: fake.now_s)
+    return fake
+
+
+def about():
+    return {"models": "m", "where": "w", "method": "t"}
+
+
+def test_cycles_come_out_without_prefill(server):
+    raw = Raw()
+    Calibration(server, (0, 3, 5), 16, 144, raw, lambda: None).measure((1, 4), rounds=2)
+    table = build_table(raw, (0, 3, 5), (1, 4), **about())
+    for k, ms in CYCLE_MS.items():
+        assert table.at(1).ms[k] == pytest.approx(ms)
+        assert table.at(4).ms[k] == pytest.approx(4 * ms)
+    assert table.at(1).engaging_ms == pytest.approx(ENGAGING_MS)
+    assert table.at(1).joules is None
+
+
+def test_a_stopped_run_goes_on_where_it_was(server):
+    raw = Raw()
+    Calibration(server, (0, 5), 16, 144, raw, lambda: None).measure((1,), rounds=1)
+    sent, saved = server.sent, []
+    again = Raw.model_validate_json(raw.model_dump_json())
+    Calibration(server, (0, 5), 16, 144, again, lambda: saved.append(1)).measure((1,), rounds=1)
+    assert server.sent == sent
+    Calibration(server, (0, 5), 16, 144, again, lambda: saved.append(1)).measure((1,), rounds=2)
+    assert server.sent == sent + 3 * 2
+    assert len(saved) == 3
+
+
+def test_energy_is_power_times_the_cycle(server):
+    raw = Raw()
+    Calibration(server, (0, 5), 16, 144, raw, lambda: None).measure((1,), rounds=1)
+    raw.powers.append(Power(gear=0, batch=1, watts=400.0, window_s=10.0))
+    assert build_table(raw, (0, 5), (1,), **about()).at(1).joules is None  # gear 5 is missing
+    raw.powers.append(Power(gear=5, batch=1, watts=500.0, window_s=10.0))
+    assert build_table(raw, (0, 5), (1,), **about()).at(1).joules == pytest.approx({0: 2.0, 5: 5.5})
+
+
+def test_bursts_that_tell_nothing_are_refused():
+    same = Burst(gear=5, batch=1, round=0, tokens=16, cycles={5: 4}, switches=0, wall_s=1.0)
+    with pytest.raises(ValueError, match="ask for more tokens"):
+        cycle_ms(same, same)
+
+
+def test_the_gear_record_gives_a_table_of_two_gears():
+    table = read_costs(None)
+    assert (table.gears, table.batches) == ((0, 5), (1, 16))
+    assert 4.8 < table.at(1).ms[0] < 5.0
+    assert "H200" in table.where
+    assert str(GEAR_RECORD).endswith("8b_1b_fa3.json")
+
+
+def test_steady_cycles_and_switching_of_a_gear_record():
+    def bursts(wall_s):
+        return [{"wall_s": wall_s, "cycles": 100.0}]
+
+    record = {
+        "machine": {"gpus": [], "cores": 2, "cpu": "c"},
+        "command": "x",
+        "date": "2026-01-01",
+        "rows": {"1": {"gear0": bursts(0.5), "k5": bursts(1.5), "switching": bursts(1.5)}},
+    }
+    table = from_gear_record(record)
+    assert table.at(1).ms == pytest.approx({0: 5.0, 5: 15.0})
+    assert table.at(1).engaging_ms == pytest.approx(16 * (15.0 - 10.0))
