@@ -367,7 +367,9 @@ def _phase(part: str, records: list[Record], number: int) -> tuple[PhaseSummary,
         flag("length_mismatch", name, rules.length_mismatch(tokens, int(against.tokens.sum()) // 2))
         summaries.append(summary)
         measured[name] = (column, against)
-    for summary, corrected in zip(summaries, holm([s.p for s in summaries]), strict=True):
+    for summary, corrected in zip(
+        summaries, holm([None if s.method == PLAIN.name else s.p for s in summaries]), strict=True
+    ):
         summary.p_holm = corrected
     drifts = [rules.drift(_gmean(opened, i), _gmean(closed, i)) for i in range(opened.speed.shape[1])]
     for i, (_, text) in enumerate(drifts):

@@ -94,7 +94,7 @@ class Gpu:
             t_s=t_s,
             temperature_c=nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
             sm_clock_mhz=nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
-            throttle=nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu),
+            throttle=nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu),
             memory_gib=nvml.nvmlDeviceGetMemoryInfo(gpu).used / 2**30,
             processes=len(nvml.nvmlDeviceGetComputeRunningProcesses(gpu)),
         )

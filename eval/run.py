@@ -24,7 +24,7 @@ from sdsie_sglang.demo import DemoError
 from sdsie_sglang.eval import headline, machine, record, rules
 from sdsie_sglang.eval.chat import chat_ids, decode
 from sdsie_sglang.eval.checkpoints_check import checkpoint_problems, prompt_problems
-from sdsie_sglang.eval.energy import Gpu, NoEnergy, Recorder
+from sdsie_sglang.eval.energy import Gpu, NoEnergy, Recorder, SlowReading
 from sdsie_sglang.eval.load import RequestFailed, prefill_only, run_phase, warm_up
 from sdsie_sglang.eval.methods import METHODS, MethodError, Models
 from sdsie_sglang.eval.plan import Config, ConfigProblem, Datapoint, asks, datapoints, load_config, resolve_models
@@ -34,6 +34,7 @@ from sdsie_sglang.eval.server import Server, ServerFailed
 
 RESULTS = headline.ROOT / "eval" / "results" / "ruler"
 EVERY_SERVER = ["--disable-radix-cache"]
+FREE_TIMEOUT_S = 15.0
 SETTLE_S = 0.3
 """Between stretches, so that an edge of the energy counter lies on each side of each."""
 
@@ -135,6 +136,16 @@ def open_gpu(config: Config) -> Gpu | None:
         raise Refused(f"{error}; set gpu: null to measure without energy") from None
 
 
+def wait_until_free(gpu: Gpu, clock: Any) -> SlowReading:
+    """The GPU's state once the last server has left it, or after `FREE_TIMEOUT_S` (rules.other_tenants says so)."""
+    end = clock() + FREE_TIMEOUT_S
+    while True:
+        state = gpu.slow(clock())
+        if (not state.processes and state.memory_gib <= rules.MAX_FOREIGN_GIB) or clock() > end:
+            return state
+        time.sleep(0.5)
+
+
 def measure(config: Config, point: Datapoint, models: Models, this_run: str, on_done: Any = lambda: None) -> Record:
     """One datapoint. Raises ServerFailed or RequestFailed; then there is no record."""
     method, gpu = METHODS[point.method], open_gpu(config)
@@ -145,7 +156,7 @@ def measure(config: Config, point: Datapoint, models: Models, this_run: str, on_
 
     before = None
     if gpu is not None:
-        state = gpu.slow(clock())
+        state = wait_until_free(gpu, clock)
         before = {"memory_gib": state.memory_gib, "processes": float(state.processes)}
     trace = Path(tempfile.mkdtemp(prefix="sdsie-ruler-")) / "cycles.jsonl"
     arguments = [*method.arguments(models), *EVERY_SERVER, *config.sglang]

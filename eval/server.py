@@ -163,6 +163,12 @@ class Server:
         response.raise_for_status()
         return response.json()
 
+    def metrics(self) -> str:
+        """The Prometheus page; needs --enable-metrics."""
+        response = requests.get(f"{self.url}/metrics", timeout=60)
+        response.raise_for_status()
+        return response.text
+
     def sdsie(self) -> dict[str, Any]:
         """What is live of this project. Raises ServerFailed if nothing is."""
         live = self.info()["internal_states"][0].get("sdsie")

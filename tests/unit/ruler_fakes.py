@@ -71,7 +71,7 @@ class FakeGpu:
         )
         fake.nvmlDeviceGetTemperature.side_effect = lambda gpu, sensor: round(self.temperature_c)
         fake.nvmlDeviceGetClockInfo.side_effect = lambda gpu, kind: 1980
-        fake.nvmlDeviceGetCurrentClocksEventReasons.side_effect = lambda gpu: self.throttle
+        fake.nvmlDeviceGetCurrentClocksThrottleReasons.side_effect = lambda gpu: self.throttle
         fake.nvmlDeviceGetMemoryInfo.side_effect = lambda gpu: mock.Mock(used=2 * 2**30)
         fake.nvmlDeviceGetComputeRunningProcesses.side_effect = lambda gpu: [mock.Mock()] * self.processes
         return fake
