@@ -62,7 +62,9 @@ class SdsieAlgorithm(CustomSpecAlgo):
 
 
 def captures_graphs(server_args: Any) -> bool:
-    return server_args.device != "cpu" and not server_args.disable_cuda_graph
+    """Whether decode cycles run as CUDA graphs, of which each gear needs its own."""
+    off = server_args.disable_cuda_graph or server_args.cuda_graph_backend_decode == "disabled"
+    return server_args.device != "cpu" and not off
 
 
 def check_server_args(server_args: Any) -> None:

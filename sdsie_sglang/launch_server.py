@@ -16,7 +16,14 @@ from sdsie_sglang.plugin import InstallError, check_install
 PROG = "python -m sdsie_sglang.launch_server"
 ALGORITHM_FLAG = "--speculative-algorithm"
 # float32: bf16 rounds differently for one token and for several, so that greedy answers could differ.
-CPU_DEFAULTS = {"--device": "cpu", "--dtype": "float32", "--disable-cuda-graph": None}
+# An idle scheduler would keep one of few cores busy.
+CPU_DEFAULTS = {
+    "--device": "cpu",
+    "--dtype": "float32",
+    "--cuda-graph-backend-decode": "disabled",
+    "--cuda-graph-backend-prefill": "disabled",
+    "--sleep-on-idle": None,
+}
 
 
 def _fail(message: str) -> "SystemExit":

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
-from sglang.srt.runtime_context import get_exec, get_memory, get_observability, get_parallel, get_schedule
+from sglang.srt.runtime_context import get_memory, get_observability, get_parallel, get_schedule
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
@@ -40,7 +41,9 @@ class SdsieWorker(StandaloneWorkerV2):
         super().__init__(server_args, gpu_id, nccl_port, target_worker)
         config = config_from_env()
         parallel = get_parallel()
-        self._graphs = torch.device(self.device).type == "cuda" and not get_exec().graph.disable_cuda_graph
+        self._graphs = torch.device(self.device).type == "cuda" and not check_cuda_graph_backend(
+            Phase.DECODE, Backend.DISABLED
+        )
         labels = {
             "model_name": server_args.served_model_name or server_args.model_path,
             "tp_rank": str(parallel.tp_rank),
