@@ -16,7 +16,6 @@ ENGINE_VARIABLE = "SGLANG_USE_CPU_ENGINE"
 SHADOW = Path(__file__).parent / "shadow"
 COMPILED_CPU_BUILDS = ("sglang-kernel-cpu", "sgl-kernel-cpu")
 
-
 _enabled = False  # of this process; a spawned one inherits sys.path and the environment, but not torch's answer
 
 
@@ -82,8 +81,7 @@ def _is_installed(distribution: str) -> bool:
 def _has_accelerator() -> bool:
     import torch
 
-    found = torch.accelerator.is_available()  # CUDA, ROCm, XPU, MPS and registered back ends such as NPU
-    return bool(found)
+    return bool(torch.accelerator.is_available())  # CUDA, ROCm, XPU, MPS, and back ends that registered
 
 
 def _refuse_if_late() -> None:

@@ -1,6 +1,15 @@
-"""Overlap scheduling on the CPU engine: its one Triton-only call, as plain indexing."""
+"""Overlap scheduling with speculation on the CPU engine, which SGLang switches off for one Triton-only call."""
+
+from typing import Any
 
 from torch import Tensor
+
+
+def keep_overlap_schedule(server_args: Any) -> None:
+    """Leaves the overlap schedule as it was asked for.
+
+    Replaces `sglang.srt.arg_groups.speculative_hook._disable_overlap_schedule_for_cpu`.
+    """
 
 
 def gather_spec_extras(

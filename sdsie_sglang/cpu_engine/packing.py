@@ -21,8 +21,11 @@ def use_intel_amx_backend(original: Callable[[torch.nn.Module], bool], layer: to
 
     A head that is tied to the embedding keeps its plain weight for lookups; the op makes a packed copy.
     """
-    return original(layer) or (_is_head(layer) and layer.weight.device.type == "cpu")
+    return original(layer) or _is_plain_head(layer)
 
 
-def _is_head(layer: torch.nn.Module) -> bool:
-    return hasattr(layer, "num_embeddings") and getattr(layer, "weight", None) is not None
+def _is_plain_head(layer: torch.nn.Module) -> bool:
+    weight = getattr(layer, "weight", None)
+    if weight is None or not hasattr(layer, "num_embeddings"):
+        return False
+    return weight.device.type == "cpu" and weight.is_floating_point()
