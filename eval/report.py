@@ -115,9 +115,12 @@ def phase_blocks(phase: PhaseSummary) -> list[Block]:
             + "."
         ),
         Table(
-            ["method", "speed", "energy / token", "decode speed", "tok/s", "J/token", "J/total token", "tokens a pass",
-             "identical", "prefix", "p (Holm)"],
+            ["method", "speed", "energy / token", "tok/s", "J/token", "tokens a pass", "identical", "p (Holm)"],
             [method_row(m) for m in phase.methods],
+        ),
+        Table(
+            ["method", "decode speed", "tok/s in all", "first token, ms", "J/total token", "mean tokens", "prefix"],
+            [detail_row(m) for m in [base, *phase.methods]],
         ),
     ]  # fmt: skip
     _picture(blocks, figures.speed_energy(phase), "Speed against energy per output token; right and down is better.")
@@ -158,19 +161,27 @@ def phase_blocks(phase: PhaseSummary) -> list[Block]:
 
 def method_row(m: MethodSummary) -> list[str]:
     change = m.change
-    same = m.identity
     return [
         m.method,
         percent(change.speed if change else None),
         percent(change.energy if change else None),
-        percent(m.decode_change),
         number(m.tok_per_s, 1),
         number(m.j_per_token, 3),
-        number(m.j_per_total_token, 3),
         number(m.accept_length),
-        share(same.identical if same else None),
-        share(same.prefix if same else None),
+        share(m.identity.identical if m.identity else None),
         NONE if m.p_holm is None else f"{m.p_holm:.2g}",
+    ]
+
+
+def detail_row(m: MethodSummary) -> list[str]:
+    return [
+        m.method if m.change else "baseline",
+        percent(m.decode_change),
+        number(m.throughput_tok_per_s, 1),
+        number(m.first_token_ms, 0),
+        number(m.j_per_total_token, 3),
+        number(m.mean_tokens, 0),
+        share(m.identity.prefix if m.identity else None),
     ]
 
 

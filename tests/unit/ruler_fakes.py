@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from unittest import mock
 
 import pynvml
@@ -61,20 +62,24 @@ class FakeGpu:
     def clock(self) -> float:
         return self.now_s
 
-    def nvml(self) -> mock.Mock:
-        """`pynvml` with this GPU as index 0."""
-        fake = mock.create_autospec(pynvml)
-        fake.NVMLError = pynvml.NVMLError
-        fake.nvmlDeviceGetTotalEnergyConsumption.side_effect = lambda gpu: round(self.shown_j * 1000)
-        fake.nvmlDeviceGetPowerUsage.side_effect = lambda gpu: round(
-            self.power_w * self.random.gauss(1, self.noise) * 1000
-        )
-        fake.nvmlDeviceGetTemperature.side_effect = lambda gpu, sensor: round(self.temperature_c)
-        fake.nvmlDeviceGetClockInfo.side_effect = lambda gpu, kind: 1980
-        fake.nvmlDeviceGetCurrentClocksThrottleReasons.side_effect = lambda gpu: self.throttle
-        fake.nvmlDeviceGetMemoryInfo.side_effect = lambda gpu: mock.Mock(used=2 * 2**30)
-        fake.nvmlDeviceGetComputeRunningProcesses.side_effect = lambda gpu: [mock.Mock()] * self.processes
-        return fake
+    def nvml(self) -> SimpleNamespace:
+        """What is used of `pynvml`, with its signatures and with this GPU as index 0."""
+        answers = {
+            "nvmlInit": lambda: None,
+            "nvmlDeviceGetHandleByIndex": lambda index: "gpu",
+            "nvmlDeviceGetTotalEnergyConsumption": lambda gpu: round(self.shown_j * 1000),
+            "nvmlDeviceGetPowerUsage": lambda gpu: round(self.power_w * self.random.gauss(1, self.noise) * 1000),
+            "nvmlDeviceGetTemperature": lambda gpu, sensor: round(self.temperature_c),
+            "nvmlDeviceGetClockInfo": lambda gpu, kind: 1980,
+            "nvmlDeviceGetCurrentClocksThrottleReasons": lambda gpu: self.throttle,
+            "nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(used=2 * 2**30),
+            "nvmlDeviceGetComputeRunningProcesses": lambda gpu: ["process"] * self.processes,
+        }
+        functions = {
+            name: mock.create_autospec(getattr(pynvml, name), side_effect=answer) for name, answer in answers.items()
+        }
+        names = ("NVMLError", "NVML_TEMPERATURE_GPU", "NVML_CLOCK_SM")
+        return SimpleNamespace(**functions, **{name: getattr(pynvml, name) for name in names})
 
 
 class Lab:
