@@ -1,6 +1,7 @@
 """A report's building blocks, each as Markdown and as HTML; one self-contained page of them."""
 
 import html
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -164,7 +165,7 @@ def _piece(text: str, cycle: Cycle | None) -> str:
     words = html.escape(text)
     if cycle is None:
         return words
-    dark = min(cycle.entropy_bits / ENTROPY_FULL_BITS, 1.0)
+    dark = 0.0 if math.isnan(cycle.entropy_bits) else min(cycle.entropy_bits / ENTROPY_FULL_BITS, 1.0)
     kind = ' class="drafted"' if cycle.gear else ""
     title = f"gear {cycle.gear}, {cycle.entropy_bits:.2f} bits"
     return f'<span{kind} title="{title}" style="border-bottom-color: rgba(213,94,0,{dark:.2f})">{words}</span>'

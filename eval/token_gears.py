@@ -1,6 +1,7 @@
 """Which gear produced which words of an answer, and how unsure the target was: from a record with a trace."""
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from sdsie_sglang.eval.record import Record, Request
 
 @dataclass(frozen=True)
 class Cycle:
-    """One decode cycle of one answer: tokens `first` to `last` (exclusive); entropy in bits at its last token."""
+    """One decode cycle of one answer: tokens `first` to `last` (exclusive); entropy in bits at its last token, NaN if it was none."""
 
     first: int
     last: int
@@ -25,7 +26,8 @@ def cycles_of(request: Request, trace: Sequence[dict[str, Any]]) -> list[Cycle]:
         place = line["rids"].index(request.rid)
         last = min(at + line["committed"][place], request.tokens)
         if last > at:
-            found.append(Cycle(at, last, line["k"], line["entropy_bits"][place]))
+            bits = line["entropy_bits"][place]
+            found.append(Cycle(at, last, line["k"], math.nan if bits is None else bits))
         at = last
     return found
 

@@ -2,16 +2,18 @@
 
 import contextlib
 import json
+import time
 
 import pytest
 
-from sdsie_sglang.eval import load, run
+from sdsie_sglang.eval import load, rules, run
+from sdsie_sglang.eval.energy import Gpu, mean_power_w
 from sdsie_sglang.eval.methods import METHODS, Models
 from sdsie_sglang.eval.plan import Ask, WarmUp
 from sdsie_sglang.eval.prompts import timed_prompts
 from sdsie_sglang.eval.record import read_all
 from sdsie_sglang.eval.server import Server
-from tests.unit.ruler_fakes import FakeServer
+from tests.unit.ruler_fakes import FakeGpu, FakeServer
 
 CONFIG = """
 name: tiny
@@ -148,6 +150,49 @@ def test_plan_only_prints(start, config_path, tmp_path, capsys):
 def test_unknown_part(start, config_path, capsys):
     assert run.main([config_path, "--part", "nosuch"]) == 1
     assert "nosuch" in capsys.readouterr().err
+
+
+# -- with a GPU ----------------------------------------------------------------------------------
+
+
+class LiveGpu(FakeGpu):
+    """A fake GPU that follows the real clock."""
+
+    def nvml(self):
+        fake, born = super().nvml(), time.perf_counter()
+        read = fake.nvmlDeviceGetTotalEnergyConsumption.side_effect
+
+        def energy(gpu):
+            self.advance(time.perf_counter() - born - self.now_s)
+            return read(gpu)
+
+        fake.nvmlDeviceGetTotalEnergyConsumption.side_effect = energy
+        return fake
+
+
+def test_readings_idle_and_prefill_are_recorded(start, tmp_path, monkeypatch):
+    fake = LiveGpu(processes=0)
+    monkeypatch.setattr(run, "open_gpu", lambda config: Gpu(0, fake.nvml()))
+    path = tmp_path / "gpu.yaml"
+    text = CONFIG.replace("gpu: null", "idle_s: 0.3\nprefill_s: 0.05").replace("min_s: 0,", "min_s: 0, max_s: 0.1,")
+    path.write_text(text.replace("[draft-k3, ngram-16]", "[ngram-16]"))
+    assert run.main([str(path), "--out", str(tmp_path / "out")]) == 0
+    opened, *_ = read_all(tmp_path / "out")
+    assert opened.before == {"memory_gib": 2.0, "processes": 0.0}
+    assert mean_power_w(opened.readings, opened.idle.start_s, opened.idle.end_s) == pytest.approx(400, rel=0.05)
+    assert opened.idle.end_s - opened.idle.start_s >= 0.3
+    assert opened.idle.end_s <= opened.warm_up[0].start_s < opened.phases[0].start_s < opened.prefill.start_s
+    assert opened.warm_up[0].power_w == pytest.approx(400, rel=0.05)
+    assert isinstance(opened.warm_up_settled, bool)
+    assert opened.prefill_requests > 0
+    assert len(opened.readings.energy_j) > 3
+    assert "no_energy" in {flag.rule for flag in rules.record_flags(opened)}  # windows of milliseconds
+
+
+def test_a_busy_gpu_is_waited_for_and_then_recorded(monkeypatch):
+    monkeypatch.setattr(run, "FREE_TIMEOUT_S", 0.6)
+    waited = run.wait_until_free(Gpu(0, FakeGpu(processes=1).nvml()), time.perf_counter)
+    assert waited.processes == 1
 
 
 # -- requests ------------------------------------------------------------------------------------
