@@ -11,7 +11,8 @@ from sdsie_sglang.eval.record import Record, Request
 
 @dataclass(frozen=True)
 class Cycle:
-    """One decode cycle of one answer: tokens `first` to `last` (exclusive); entropy in bits at its last token, NaN if it was none."""
+    """One decode cycle of one answer: tokens `first` to `last` (exclusive), and the entropy in bits at its last one
+    (NaN if it was no usable number)."""
 
     first: int
     last: int

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from sdsie_sglang.eval import load, rules, run
+from sdsie_sglang.eval import load, report, rules, run
 from sdsie_sglang.eval.energy import Gpu, mean_power_w
 from sdsie_sglang.eval.methods import METHODS, Models
 from sdsie_sglang.eval.plan import Ask, WarmUp
@@ -96,6 +96,8 @@ def test_a_whole_run_then_nothing_left_to_do(start, config_path, tmp_path):
     assert json.loads((out / "plan.json").read_text())["order"][0]["role"] == "open"
     assert run.main([config_path, "--out", str(out)]) == 0
     assert len(start.started) == 4
+    assert report.main([str(out)]) == 0
+    assert "2 requests at a time" in (out / "report.md").read_text()
 
 
 def test_a_failed_request_fails_the_run_and_it_resumes_there(start, config_path, tmp_path, capsys):
