@@ -40,5 +40,5 @@ def draw(groups: Mapping[str, Any], subtitle: str, path: Path) -> None:
     right.set_title("tokens/s over that group's own best fixed K", fontsize=10)
     figure.colorbar(shown, ax=right, shrink=0.8)
     figure.suptitle(f"Simulated on traces. {subtitle}", fontsize=11)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=90)
     plt.close(figure)

@@ -144,7 +144,7 @@ def draw(score: Score, k: int, fixed_speed: float, subtitle: str, path: Path) ->
     axes[0].set_ylabel("engage below, bits")
     figure.colorbar(shown, ax=axes, label="tokens/s over the best fixed K", shrink=0.8)
     figure.suptitle(f"Entropy policy, K = {k}, simulated. {subtitle}")
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=90)
     plt.close(figure)
 
 

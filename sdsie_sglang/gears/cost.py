@@ -12,18 +12,24 @@ at the current batch size.
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from sdsie_sglang.gears.cost_table import CostTable, GearCosts, Objective
 from sdsie_sglang.gears.limits import MAX_K
 from sdsie_sglang.gears.policy import Observation, RequestGate
-from sdsie_sglang.gears.run_lengths import UNKNOWN, RunLengths, entropy_bin
+from sdsie_sglang.gears.run_lengths import REQUEST_FADE, UNKNOWN, RunLengths, entropy_bin
 
+# The numbers below, and those of run_lengths.py, were chosen on the demo pair's traces at made-up costs: they are not
+# settings, but figures on those traces are not blind either.
 RATE_DECAY = 0.98
 EXPLORE_CYCLES = 3
 """An exploration out of gear 0 lasts this long, so that engaging pays for more than one look."""
-FIRST_CREDIT_CYCLES = 6
-"""Explorations that a policy may make before it has earned any, in cycles of its widest gear."""
+GRANT_CYCLES = 12
+"""What may be explored, in cycles of the widest gear, because a request is new and may be unlike all before it. Spent
+only while a gear may well be better than the one thought best."""
+MOST_GRANTED_CYCLES = 24
+HOPE = 1.5
+"""Standard deviations that "may well be" means."""
 
 
 class CostGate:
@@ -39,9 +45,9 @@ class CostGate:
         self._entropy = UNKNOWN
         self._asked: deque[tuple[int, int]] = deque()  # gear and entropy bin of decisions not yet judged
 
-    def survival(self) -> Sequence[float]:
-        """P(run >= k) for k = 1 … MAX_K in the present context."""
-        return self._lengths.survival(self._entropy, self._own)
+    def survival(self, hope: float = 0.0) -> Sequence[float]:
+        """P(run >= k) for k = 1 … MAX_K in the present context; see `RunLengths.survival`."""
+        return self._lengths.survival(self._entropy, self._own, hope)
 
     def decided(self, k: int) -> None:
         """Remembers the context, to learn from it once the cycle's outcome is known."""
@@ -52,6 +58,7 @@ class CostGate:
         k, entropy = self._asked.popleft() if self._asked else (None, UNKNOWN)
         self._entropy = entropy_bin(seen.entropy_bits[-1]) if seen.entropy_bits else UNKNOWN
         self.rejected += self._entropy == UNKNOWN
+        self._own.fade(REQUEST_FADE)
         if k == seen.k:
             self._lengths.add(entropy, self._own, seen.k, seen.accepted)
 
@@ -63,8 +70,8 @@ class CostPolicy:
     has cost as much as that (the rule of ski rental: never worse than twice the best choice in hindsight).
 
     It explores wider gears than it thinks best, but even if all that they draft were wrong, this takes at most
-    the share `explore` of the total cost, besides a first credit. Before it has seen anything it believes that
-    half of the drafted tokens are right, which at most costs means gear 0.
+    the share `explore` of the total cost, besides a grant for new requests that is spent only in gear 0, which
+    teaches nothing. Before it has seen anything it believes that half of the drafted tokens are right.
 
     Args:
         objective: "time" (ms) or "energy" (J; the table must have it).
@@ -82,7 +89,8 @@ class CostPolicy:
         self._costs: dict[int, tuple[dict[int, float], dict[int, float]]] = {}
         self._drafting = False
         self._regret = 0.0
-        self._credit: float | None = None
+        self._credit = 0.0
+        self._grant = 0.0
         self._exploring = (0, 0)  # gear, cycles left
         self._trial = False  # drafting only to explore: its engaging is paid, going back is free
         self._earned = self._spent = 0.0  # multiples of gear 0's
@@ -93,7 +101,7 @@ class CostPolicy:
     def decide(self, gates: Sequence[RequestGate]) -> int:
         own = [gate for gate in gates if isinstance(gate, CostGate)]
         cost, engaging = self._costs_at(len(gates))
-        tokens = self._expected_tokens(own, len(gates), tuple(cost))
+        tokens = self._expected_tokens(own, cost)
         rate = len(gates) / cost[0] * (max(1.0, self._earned / self._spent) if self._spent else 1.0)
         worth = {k: tokens[k] - rate * cost[k] for k in cost}
         gear, left = self._exploring
@@ -103,7 +111,7 @@ class CostPolicy:
         else:
             free = self._trial or all(gate.fresh for gate in own)
             best = self._hold(worth, {k: rate * engaging[k] for k in cost}, free=free)
-            k = self._maybe_explore(best, cost, engaging)
+            k = self._maybe_explore(best, cost, engaging, own, rate)
         self._drafting = k > 0
         self._earned = RATE_DECAY * self._earned + tokens[k] / len(gates)
         self._spent = RATE_DECAY * self._spent + cost[k] / cost[0]
@@ -118,13 +126,13 @@ class CostPolicy:
         return self._costs[batch]
 
     @staticmethod
-    def _expected_tokens(gates: Sequence[CostGate], batch: int, gears: tuple[int, ...]) -> dict[int, float]:
+    def _expected_tokens(gates: Sequence[CostGate], gears: Iterable[int], hope: float = 0.0) -> dict[int, float]:
         """Tokens of the whole batch in a cycle of each gear."""
         total = [0.0] * MAX_K
         for gate in gates:
-            for place, chance in enumerate(gate.survival()):
+            for place, chance in enumerate(gate.survival(hope)):
                 total[place] += chance
-        return {k: batch + sum(total[:k]) for k in gears}
+        return {k: len(gates) + sum(total[:k]) for k in gears}
 
     def _hold(self, worth: dict[int, float], engaging: dict[int, float], *, free: bool) -> int:
         """The most valuable gear on the side, drafting or not, that we are on or change to now.
@@ -147,10 +155,18 @@ class CostPolicy:
             return change
         return stay
 
-    def _maybe_explore(self, best: int, cost: dict[int, float], engaging: dict[int, float]) -> int:
-        """`best`, or a wider gear if what it costs more can be paid from the credit."""
-        if self._credit is None:
-            self._credit = FIRST_CREDIT_CYCLES * (max(cost.values()) + max(engaging.values()))
+    def _maybe_explore(
+        self,
+        best: int,
+        cost: dict[int, float],
+        engaging: dict[int, float],
+        gates: Sequence[CostGate],
+        rate: float,
+    ) -> int:
+        """`best`, or a wider gear if what it costs more can be paid."""
+        widest = max(cost.values()) - cost[0]
+        new = sum(gate.fresh for gate in gates) / len(gates)
+        self._grant = min(self._grant + new * GRANT_CYCLES * widest, MOST_GRANTED_CYCLES * widest)
         self._credit += self._explore * cost[best]
         self._trial = False
         wider = [k for k in cost if k > best]
@@ -160,7 +176,13 @@ class CostPolicy:
         cycles = 1 if self._drafting and best else EXPLORE_CYCLES
         loss = cycles * (cost[gear] - cost[best]) + (0.0 if self._drafting else engaging[gear])
         if loss > self._credit:
-            return best
+            if best or loss > self._credit + self._grant:
+                return best
+            hoped = self._expected_tokens(gates, (best, gear), HOPE)
+            if hoped[gear] - rate * cost[gear] <= hoped[best] - rate * cost[best]:
+                return best
+            self._grant -= loss - self._credit
+            loss = self._credit
         self._credit -= loss
         self._exploring = (gear, cycles - 1)
         self._trial = best == 0
