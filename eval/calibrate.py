@@ -196,7 +196,7 @@ class Calibration:
                 while time.perf_counter() - started <= window_s + 0.5:
                     send(self._server, gear, batch, -1, self._long)
                 ended = time.perf_counter()
-            watts = window_energy_j(recorder.readings, started, ended) / (ended - started)
+            watts = window_energy_j(recorder.readings, started, ended, min_s=window_s) / (ended - started)
             self._raw.powers.append(Power(gear=gear, batch=batch, watts=watts, window_s=ended - started))
             self._keep()
 

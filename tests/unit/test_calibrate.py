@@ -1,10 +1,13 @@
 """Calibration against a server that takes a known time for everything."""
 
+import time
+
 import pytest
 
 from sdsie_sglang.eval import calibrate
 from sdsie_sglang.eval.calibrate import Burst, Calibration, Power, Raw, build_table, cycle_ms
 from sdsie_sglang.eval.cost_table import GEAR_RECORD, from_gear_record, read_costs
+from sdsie_sglang.eval.energy import SlowReading
 
 PREFILL_MS, ENGAGING_MS = 50.0, 9.0
 CYCLE_MS = {0: 5.0, 3: 8.0, 5: 11.0}
@@ -93,6 +96,32 @@ def test_energy_is_power_times_the_cycle(server):
     assert build_table(raw, (0, 5), (1,), **about()).at(1).joules is None  # gear 5 is missing
     raw.powers.append(Power(gear=5, batch=1, watts=500.0, window_s=10.0))
     assert build_table(raw, (0, 5), (1,), **about()).at(1).joules == pytest.approx({0: 2.0, 5: 5.5})
+
+
+def test_power_is_the_counters_over_the_window():
+    """A real clock, and a counter that moves every 50 ms at 300 W."""
+
+    class Gpu:
+        def energy_j(self):
+            return 300.0 * (time.perf_counter() // 0.05 * 0.05)
+
+        def power_w(self):
+            return 300.0
+
+        def slow(self, t_s):
+            return SlowReading(t_s=t_s, temperature_c=40, sm_clock_mhz=1, throttle=0, memory_gib=1.0, processes=1)
+
+    class Sleeping(FakeServer):
+        def post(self, route, body):
+            time.sleep(0.02)
+            return super().post(route, body)
+
+    raw = Raw()
+    Calibration(Sleeping(), (0, 5), 4, 8, raw, lambda: None).measure_power((1,), Gpu(), window_s=0.3)
+    assert [(power.gear, power.batch) for power in raw.powers] == [(0, 1), (5, 1)]
+    for power in raw.powers:
+        assert power.watts == pytest.approx(300.0, rel=0.02)
+        assert power.window_s >= 0.3
 
 
 def test_bursts_that_tell_nothing_are_refused():
