@@ -1,7 +1,7 @@
 """Every hook of this project, in the order in which README.md lists them."""
 
 from sdsie_sglang.cpu_engine import is_enabled
-from sdsie_sglang.patches import cpu_sampling, internal_state, meta_info, raw_logits
+from sdsie_sglang.patches import cpu_packing, cpu_sampling, internal_state, meta_info, raw_logits
 from sdsie_sglang.patches.hook import Hook
 
 HOOKS: tuple[Hook, ...] = (
@@ -14,7 +14,7 @@ HOOKS: tuple[Hook, ...] = (
 )
 
 # Only where this project's CPU engine runs.
-CPU_HOOKS: tuple[Hook, ...] = (cpu_sampling.PREPARE, cpu_sampling.DRAW)
+CPU_HOOKS: tuple[Hook, ...] = (cpu_sampling.PREPARE, cpu_sampling.DRAW, cpu_packing.DTYPE, cpu_packing.LAYER)
 
 
 def active_hooks() -> tuple[Hook, ...]:

@@ -81,10 +81,6 @@ def _refusals(args: Any, config: SdsieConfig) -> list[tuple[bool, str]]:
     steps = args.speculative_num_steps
     return [
         (
-            args.speculative_draft_model_path is None,
-            "a draft model is missing: --speculative-draft-model-path PATH, with the target's tokenizer",
-        ),
-        (
             (args.speculative_eagle_topk or 1) != 1,
             "gears draft a chain, not a tree: leave out --speculative-eagle-topk or set it to 1",
         ),
@@ -117,8 +113,13 @@ def _refusals(args: Any, config: SdsieConfig) -> list[tuple[bool, str]]:
     ]
 
 
-def check_draft(target: str, draft: str) -> None:
-    """Raises ConfigError unless both are local checkpoints with one vocabulary, or cannot be looked into."""
+def check_draft(target: str, draft: str | None) -> None:
+    """Raises ConfigError if a folder is missing, or if the two are seen to differ in vocabulary.
+
+    What lies on a model hub cannot be looked into yet: SGLang compares it once it has fetched it.
+    """
+    if draft is None:
+        raise ConfigError("a draft model is missing: --speculative-draft-model-path PATH, with the target's tokenizer")
     for role, path in (("target", target), ("draft", draft)):
         if path.startswith(("/", ".", "~")) and not Path(path).expanduser().is_dir():
             raise ConfigError(f"the {role} model {path} is not a folder")
@@ -135,7 +136,7 @@ def _read_json(folder: str, name: str) -> dict[str, Any]:
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
-        return {}  # a model hub's name: SGLang compares the two once it has fetched them
+        return {}
     except (OSError, ValueError):
         raise ConfigError(f"{path} cannot be read as JSON") from None
 

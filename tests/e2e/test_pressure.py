@@ -1,23 +1,24 @@
-"""Overlap scheduling off, prompts in chunks, and too little KV memory for all requests at once."""
+"""Overlap scheduling off, prompts in chunks, little KV memory, and requests retracted again and again."""
 
 import pytest
 
 from sdsie_sglang.eval.chat import chat_ids
 from sdsie_sglang.eval.server import Server
-from tests.e2e.conftest import TOKENS, ask_all
+from tests.e2e.conftest import ask_all
 
 LONG = "Summarise these numbers: " + ", ".join(str(n) for n in range(60))
 
 
 @pytest.fixture(scope="module")
 def pressed(baseline, models, draft):
-    """KV for about 480 tokens, of which four requests of ours want more."""
+    """KV for 480 tokens; SGLang's own test switch takes a request's KV away every eleventh forward."""
     with Server.start(
         [
             "--model-path", str(models.target), "--speculative-draft-model-path", draft,
             "--context-length", "460", "--max-total-tokens", "480", "--chunked-prefill-size", "64",
             "--disable-overlap-schedule", "--schedule-conservativeness", "0.05", "--sdsie-policy", "entropy",
-        ]
+        ],
+        env={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "11"},
     ) as server:  # fmt: skip
         yield server
 
@@ -34,9 +35,9 @@ def test_sequential_answers_equal_the_baseline(pressed, baseline, prompts, polic
 
 def test_retracted_requests_finish_with_the_same_answers(pressed, baseline, prompts):
     pressed.set_policy(policy="schedule", schedule="5x2,0x3")
-    answers = ask_all(pressed, prompts, at_once=True, max_new_tokens=100)
-    assert sum(meta["num_retractions"] for meta in answers.meta) > 0, "nothing was retracted: no pressure"
-    assert [ids[:TOKENS] for ids in answers.ids] == baseline.ids
+    answers = ask_all(pressed, prompts, at_once=True)
+    assert sum(meta["num_retractions"] for meta in answers.meta) > 0, "nothing was retracted"
+    assert answers.ids == baseline.ids
 
 
 def test_chunked_prompts_catch_up_in_chunks(pressed, models):
