@@ -101,8 +101,8 @@ def _refusals(args: Any, config: SdsieConfig) -> list[tuple[bool, str]]:
             "gears do not run with pipeline parallelism: use --pp-size 1 and --tp-size instead",
         ),
         (
-            bool(args.enable_dp_attention),
-            "gears do not run with DP attention: leave out --enable-dp-attention",
+            (args.attn_dp_size or 1) > 1,
+            "gears do not run with DP attention: leave out --attn-dp-size and --enable-dp-attention",
         ),
         (bool(args.enable_lora), "gears do not run with LoRA adapters: merge the adapter into the model"),
         (
