@@ -135,7 +135,7 @@ def categories(phase: PhaseSummary) -> Figure | None:
                 error_kw={"lw": 0.8, "capsize": 1.5},
             )  # fmt: skip
         axes.set_yticks(np.arange(len(names)) + 0.4 - thick / 2, names)
-        axes.set_ylim(len(names) - 0.1, -0.2)
+        axes.set_ylim(len(names) - 0.1 - thick / 2, -0.1 - thick / 2)
         axes.axvline(0, color="black", lw=0.8)
         axes.set_xlabel("speed against plain, %")
         figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9.5)

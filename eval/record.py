@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ class Record(BaseModel):
 
     Args:
         run: names the invocation that measured it: brackets of another invocation are another session.
-        command: the server's command line. server_info: what it said of itself, internal state left out.
+        command: the server's command line; home and scratch folders shortened. server_info: what it said of itself.
         live: this project's hooks and policy, as the server showed them; None for SGLang as shipped.
         before: GPU memory (GiB) and processes before the server was started.
         warm_up_settled: None where there is no GPU.
@@ -122,6 +123,11 @@ class Record(BaseModel):
 
     def of_phase(self, phase: int) -> list[Request]:
         return [request for request in self.requests if request.phase == phase]
+
+
+def portable(text: str) -> str:
+    """Without where this machine keeps its home and its scratch files: records are shared."""
+    return text.replace(tempfile.gettempdir(), "$TMPDIR").replace(str(Path.home()), "~")
 
 
 class Damaged(ValueError):

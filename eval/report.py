@@ -150,7 +150,11 @@ def phase_blocks(phase: PhaseSummary) -> list[Block]:
             Text("Speed, and after the stroke energy per token where a category lasted 10 s or more.", note=True)
         )
         _picture(blocks, figures.categories(phase), "Speed by category, with 95 % intervals.")
-    _picture(blocks, figures.positions(phase), "How often the n-th drafted token was accepted.")
+    _picture(
+        blocks,
+        figures.positions(phase),
+        "How often the n-th drafted token was accepted, over all cycles (gear 0 accepts none).",
+    )
     geared = [m for m in phase.methods if m.gears]
     if geared:
         gears = sorted({g for m in geared for g in m.gears})
@@ -196,15 +200,11 @@ def gear_blocks(records: Sequence[Record]) -> list[Block]:
     if shown is None:
         return []
     record, request, cycles = shown
-    target = str(record.server_info.get("model_path", ""))
     try:
+        target = resolve_models(record.config).target
         text = pieces(request.output_ids, cycles, lambda ids: decode(target, ids))
-    except (OSError, ValueError):  # the model is not on the machine that writes the report
-        try:
-            target = resolve_models(record.config).target
-            text = pieces(request.output_ids, cycles, lambda ids: decode(target, ids))
-        except (OSError, ValueError, DemoError):
-            return []
+    except (OSError, ValueError, DemoError):  # the models are not on the machine that writes the report
+        return []
     policy = ((record.live or {}).get("gate") or {}).get("policy") or {}
     thresholds = (policy["theta_low"], policy["theta_high"]) if policy.get("policy") == "entropy" else None
     blocks: list[Block] = [

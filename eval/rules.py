@@ -283,6 +283,12 @@ def _machine(record: Record) -> tuple[Any, ...]:
     return (machine["cpu"], machine["commit"], tuple(machine["packages"].items()), gpus)
 
 
+def gate_failures(record: Record) -> list[Flag]:
+    """The gate failed and ran gear 0 instead: the method measured is not the one that was meant."""
+    failures = ((record.live or {}).get("gate") or {}).get("gate_failures", 0)
+    return [_flag("gate_failures", record, f"the gate failed {failures} times")] if failures else []
+
+
 def checkpoint_notes(record: Record) -> list[Flag]:
     """What was found about the checkpoints before the server started."""
     return [_flag("checkpoint", record, note) for note in record.notes]
@@ -293,6 +299,7 @@ def record_flags(record: Record) -> list[Flag]:
     rules = (
         unsettled_warm_up, tolerance_below_noise, thermal_transient, throttled, other_tenants, energy_rules,
         repeated_prompts, ignores_end, checkpoint_notes,
+        gate_failures,
     )  # fmt: skip
     return [flag for rule in rules for flag in rule(record)]
 

@@ -204,8 +204,8 @@ def measure(config: Config, point: Datapoint, models: Models, this_run: str, on_
         run=this_run,
         date=headline.today(),
         machine=machine.describe(),
-        program=headline.this_command(),
-        command=["python", "-m", "sdsie_sglang.launch_server", *arguments],
+        program=record.portable(headline.this_command()),
+        command=["python", "-m", "sdsie_sglang.launch_server", *map(record.portable, arguments)],
         server_info=_plain_values(info),
         live=live,
         startup_s=startup_s,
@@ -232,10 +232,12 @@ def _stretch(clock: Any, work: Any) -> Stretch:
 
 def _plain_values(info: dict[str, Any]) -> dict[str, Any]:
     """Server arguments without what is empty, secret or changes by itself."""
-    kept = (str, int, float, bool)
-    return {
-        k: v for k, v in info.items() if isinstance(v, kept) and v != "" and "key" not in k and k != "launch_command"
+    kept = {
+        name: record.portable(value) if isinstance(value, str) else value
+        for name, value in info.items()
+        if isinstance(value, (str, int, float, bool)) and value != ""
     }
+    return {name: value for name, value in kept.items() if "key" not in name and name not in ("launch_command", "port")}
 
 
 def _read_trace(path: Path, rids: set[str]) -> list[dict[str, Any]] | None:

@@ -30,7 +30,7 @@ from sdsie_sglang.eval.load import RequestFailed, warm_up
 from sdsie_sglang.eval.methods import METHODS, MethodError, Models
 from sdsie_sglang.eval.plan import SUFFIXES, Config, ConfigProblem, Phase, asks, load_config, resolve_models
 from sdsie_sglang.eval.prompts import warmup_prompts
-from sdsie_sglang.eval.record import Stretch
+from sdsie_sglang.eval.record import Stretch, portable
 from sdsie_sglang.eval.rules import gauge_of
 from sdsie_sglang.eval.run import EVERY_SERVER, SETTLE_S, Refused, open_gpu
 from sdsie_sglang.eval.server import Server, ServerFailed
@@ -173,8 +173,8 @@ def serve(name: str, rate: float, config: Config, models: Models, requests: int,
     served = Served(
         method=name,
         rate=rate,
-        command=["python", "-m", "sdsie_sglang.launch_server", *arguments],
-        bench_command=["python", *command[1:]],
+        command=["python", "-m", "sdsie_sglang.launch_server", *map(portable, arguments)],
+        bench_command=["python", *map(portable, command[1:])],
         bench={k: v for k, v in result.items() if k not in dropped},
         live=live,
         gears={k: v - before.get(k, 0.0) for k, v in after.items() if v != before.get(k, 0.0)},
@@ -239,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, rate in tqdm(todo, unit="server"):
             done.append(serve(name, rate, config, models, args.requests, args.bench))
             record = {
-                "plan": plan, "machine": machine.describe(), "program": headline.this_command(),
+                "plan": plan, "machine": machine.describe(), "program": portable(headline.this_command()),
                 "date": headline.today(), "rows": [row.model_dump() for row in done],
             }  # fmt: skip
             args.out.parent.mkdir(parents=True, exist_ok=True)

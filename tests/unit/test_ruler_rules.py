@@ -199,6 +199,16 @@ def test_not_speculating(method, accept_length, fires):
     assert bool(rules.not_speculating(method, accept_length)) == fires
 
 
+def test_a_gate_that_failed_is_not_the_method_that_was_meant():
+    assert fired(rules.record_flags(fake_record(live={"gate": {"gate_failures": 2}}))) == ["gate_failures"]
+    assert not rules.gate_failures(fake_record(live={"gate": {"gate_failures": 0}}))
+    assert not rules.gate_failures(fake_record())
+
+
+def test_checkpoint_notes_reach_the_report():
+    assert fired(rules.record_flags(fake_record(notes=["no system prompt"]))) == ["checkpoint"]
+
+
 def test_speed_up_that_accept_length_does_not_explain():
     assert rules.unexplained_speed_up(9.0, 3.0)
     assert not rules.unexplained_speed_up(2.9, 3.0)

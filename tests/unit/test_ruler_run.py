@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from sdsie_sglang.eval import load, report, rules, run
+from sdsie_sglang.eval import load, record, report, rules, run
 from sdsie_sglang.eval.energy import Gpu, mean_power_w
 from sdsie_sglang.eval.methods import METHODS, Models
 from sdsie_sglang.eval.plan import Ask, WarmUp
@@ -139,6 +139,11 @@ def test_a_missing_checkpoint_is_said_before_anything_starts(start, tmp_path, ca
     assert run.main([str(path), "--out", str(tmp_path / "out")]) == 1
     assert "needs a checkpoint" in capsys.readouterr().err
     assert start.started == []
+
+
+def test_records_do_not_say_where_this_machine_keeps_its_files(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert record.portable("--model-path /home/someone/.cache/target") == "--model-path ~/.cache/target"
 
 
 def test_plan_only_prints(start, config_path, tmp_path, capsys):
