@@ -12,6 +12,7 @@ from typing import Any
 from sdsie_sglang.config import ConfigError, parse_policy
 from sdsie_sglang.gears import PolicySettings
 from sdsie_sglang.gears.settings import unprepared
+from sdsie_sglang.live import live_status
 from sdsie_sglang.patches.hook import Hook, Kind
 
 logger = logging.getLogger(__name__)
@@ -49,8 +50,6 @@ def _gate_of(scheduler: Any) -> Any | None:
 
 def report(result: Any, controller: Any, recv_req: Any) -> Any:
     """Adds what is live, and the policy in force, to the state that /server_info shows."""
-    from sdsie_sglang.plugin import live_status
-
     gate = _gate_of(controller.scheduler)
     result.internal_state[KEY] = {**live_status(), "gate": gate.snapshot() if gate is not None else None}
     return result

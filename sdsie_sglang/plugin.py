@@ -9,16 +9,15 @@ import logging
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import sdsie_sglang
 from sdsie_sglang.config import ALGORITHM, is_off
+from sdsie_sglang.live import set_live
 from sdsie_sglang.patches.hook import SeamMoved, check_hooks, register_hooks
 
 logger = logging.getLogger(__name__)
 
 DISTRIBUTION = "sdsie-sglang"
-_live: dict[str, Any] = {}
 
 
 class InstallError(RuntimeError):
@@ -58,11 +57,6 @@ def installed_copies(path: list[str]) -> list[str]:
     return sorted({str(own), *(str(folder) for folder in reached if (folder / "__init__.py").is_file())})
 
 
-def live_status() -> dict[str, Any]:
-    """What this process runs of ours: empty unless `register` succeeded."""
-    return dict(_live)
-
-
 def register() -> None:
     """Checks, then registers hooks and the algorithm. Raises SystemExit with one line if it can't."""
     if is_off():
@@ -85,14 +79,11 @@ def _register() -> None:
     check_hooks(hooks)
     register_hooks(hooks)
     register_algorithm()
-    _live.update(
-        version=sdsie_sglang.__version__,
-        sglang=pinned_sglang(),
-        algorithm=ALGORITHM,
-        hooks=[hook.name for hook in hooks],
+    set_live(
+        {
+            "version": sdsie_sglang.__version__,
+            "sglang": pinned_sglang(),
+            "algorithm": ALGORITHM,
+            "hooks": [hook.name for hook in hooks],
+        }
     )
-
-
-def live_line() -> str:
-    """`live_status` as one line for the log; SGLang sets logging up only after it loaded its plugins."""
-    return "sdsie {version} on SGLang {sglang}, algorithm {algorithm}, live hooks: {hooks}".format(**_live)

@@ -15,8 +15,8 @@ from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
 
 from sdsie_sglang.config import config_from_env
 from sdsie_sglang.kernels.entropy import entropy_bits
+from sdsie_sglang.live import live_line
 from sdsie_sglang.patches.raw_logits import raw_logits_of
-from sdsie_sglang.plugin import live_line
 from sdsie_sglang.telemetry.metrics import open_metrics
 from sdsie_sglang.telemetry.trace import open_trace
 from sdsie_sglang.worker.cycle import Cycle, HostCopy

@@ -9,6 +9,7 @@ import pytest
 
 from sdsie_sglang import plugin
 from sdsie_sglang.launch_server import CPU_DEFAULTS, sglang_args, split_args
+from sdsie_sglang.live import live_status
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,7 +68,7 @@ def test_another_sglang_stops_the_plugin_with_one_line(monkeypatch):
     monkeypatch.setattr(plugin.importlib.metadata, "version", lambda name: "0.5.24")
     with pytest.raises(SystemExit, match=r"works with SGLang .* and 0\.5\.24 is installed"):
         plugin.register()
-    assert plugin.live_status() == {}
+    assert live_status() == {}
 
 
 def test_not_installed_is_said(monkeypatch):
