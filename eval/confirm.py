@@ -4,8 +4,9 @@
 
 One server; each prompt is served in every policy, the policies' order turning from prompt to prompt, and its
 decode time is taken from the first streamed token to the last. Compared are the cycles in each gear, which must be
-equal where the text is, and tokens a second. A policy that learns is replayed over the same prompts in the same
-order.
+equal where the text is, and tokens a second. The cost gate is replayed over the same prompts in the same order; with
+overlap scheduling a server runs one cycle more after an answer's end, from which it learns and the replay does not, so
+from the second prompt on its gears may differ.
 """
 
 import argparse
@@ -30,8 +31,6 @@ from sdsie_sglang.eval.simulate import replay
 from sdsie_sglang.eval.trace import ANSWERS, TRACES, Trace, load
 from sdsie_sglang.gears import PolicySettings, build_policy
 from sdsie_sglang.gears.cost_table import CostTable
-
-WARMUP_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -126,6 +125,8 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="only the first prompts")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("-k", type=int, default=5, help="the fixed gear")
+    parser.add_argument("--only", nargs="+", help="of plain, fixed, entropy, cost (default: all)")
+    parser.add_argument("--warmup-tokens", type=int, default=32, help="of an untimed answer before each policy's first")
     parser.add_argument("--headline", action="store_true", help="write simulator_error to headline.json")
     options = parser.parse_args()
     models, table = compose(), read_costs(options.costs)
@@ -135,12 +136,17 @@ def main() -> None:
         for answer in json.loads(ANSWERS.read_text())["answers"]
     }
     wanted = policies(options.costs, options.k)
+    if options.only:
+        wanted = {name: settings for name, settings in wanted.items() if settings["policy"] in options.only}
     gears = ",".join(map(str, table.gears))
     arguments = ["--model-path", str(models.target), "--speculative-draft-model-path", str(models.draft)]
     arguments += ["--sdsie-gears", gears, "--dtype", "float32", "--disable-radix-cache"]
     with Attached(options.url) if options.url else Server.start(arguments) as server:
         lag = server.sdsie()["gate"]["lag"]
-        done = serve_all(server, wanted, str(models.target), options.limit, options.tokens)
+        prompts = [
+            (prompt.id, chat_ids(str(models.target), prompt.text)) for prompt in timed_prompts()[: options.limit]
+        ]
+        done = serve_all(server, wanted, prompts, options.tokens, options.warmup_tokens)
     comparisons = [
         compare([each for each in done if each.policy == name], settings, table, traces, answers, lag)
         for name, settings in wanted.items()
@@ -166,26 +172,27 @@ def main() -> None:
 
 
 def serve_all(
-    server: Server, wanted: Mapping[str, Mapping[str, Any]], target: str, limit: int | None, tokens: int
+    server: Server,
+    wanted: Mapping[str, Mapping[str, Any]],
+    prompts: Sequence[tuple[str, list[int]]],
+    tokens: int,
+    warmup_tokens: int,
 ) -> list[Served]:
-    """Every prompt in every policy. A policy that learns must be left in force, so such ones come last, alone."""
+    """Every prompt in every policy. The cost gate learns and must be left in force, so it comes last, alone."""
     names = [name for name in wanted if name != "cost gate"]
-    prompts = timed_prompts()[:limit]
+    turns = [(i, names[(i + j) % len(names)]) for i in range(len(prompts)) for j in range(len(names))]
+    turns += [(i, "cost gate") for i in range(len(prompts)) if "cost gate" in wanted]
     done: list[Served] = []
-    with tqdm(total=len(prompts) * len(wanted), desc="answers") as progress:
-        for i, prompt in enumerate(prompts):
-            ids = chat_ids(target, prompt.text)
-            for name in names[i % len(names) :] + names[: i % len(names)]:
-                server.set_policy(**wanted[name])
-                if i == 0:
-                    server.generate(ids, max_new_tokens=WARMUP_TOKENS)
-                done.append(serve(server, name, prompt.id, ids, tokens))
-                progress.update()
-        if "cost gate" in wanted:
-            server.set_policy(**wanted["cost gate"])
-            for prompt in prompts:
-                done.append(serve(server, "cost gate", prompt.id, chat_ids(target, prompt.text), tokens))
-                progress.update()
+    before = None
+    for i, name in tqdm(turns, desc="answers"):
+        prompt, ids = prompts[i]
+        if warmup_tokens and i == 0 and name != "cost gate":
+            server.set_policy(**wanted[name])
+            server.generate(ids, max_new_tokens=warmup_tokens)
+        if name != before:
+            server.set_policy(**wanted[name])
+        before = name
+        done.append(serve(server, name, prompt, ids, tokens))
     return done
 
 
