@@ -1,13 +1,11 @@
 """Calibration against a server that takes a known time for everything."""
 
-import time
-
 import pytest
 
 from sdsie_sglang.eval import calibrate
 from sdsie_sglang.eval.calibrate import Burst, Calibration, Power, Raw, build_table, cycle_ms
 from sdsie_sglang.eval.cost_table import GEAR_RECORD, from_gear_record, read_costs
-from sdsie_sglang.eval.energy import SlowReading
+from sdsie_sglang.eval.energy import Readings
 
 PREFILL_MS, ENGAGING_MS = 50.0, 9.0
 CYCLE_MS = {0: 5.0, 3: 8.0, 5: 11.0}
@@ -98,30 +96,32 @@ def test_energy_is_power_times_the_cycle(server):
     assert build_table(raw, (0, 5), (1,), **about()).at(1).joules == pytest.approx({0: 2.0, 5: 5.5})
 
 
-def test_power_is_the_counters_over_the_window():
-    """A real clock, and a counter that moves every 50 ms at 300 W."""
+def test_power_is_the_counters_over_the_window(server, monkeypatch):
+    """A counter that moves every 100 ms at 300 W, by the server's own clock."""
 
-    class Gpu:
-        def energy_j(self):
-            return 300.0 * (time.perf_counter() // 0.05 * 0.05)
+    class Recording:
+        def __init__(self, gpu):
+            self.readings = Readings()
 
-        def power_w(self):
-            return 300.0
+        def __enter__(self):
+            return self
 
-        def slow(self, t_s):
-            return SlowReading(t_s=t_s, temperature_c=40, sm_clock_mhz=1, throttle=0, memory_gib=1.0, processes=1)
+        def __exit__(self, *_):
+            steps = range(int(server.now_s * 10) + 1)
+            self.readings.energy_j = [(0.1 * step, 300.0 * 0.1 * step) for step in steps]
 
-    class Sleeping(FakeServer):
-        def post(self, route, body):
-            time.sleep(0.02)
-            return super().post(route, body)
-
-    raw = Raw()
-    Calibration(Sleeping(), (0, 5), 4, 8, raw, lambda: None).measure_power((1,), Gpu(), window_s=0.3)
-    assert [(power.gear, power.batch) for power in raw.powers] == [(0, 1), (5, 1)]
+    monkeypatch.setattr(calibrate, "Recorder", Recording)
+    raw, saved = Raw(), []
+    calibration = Calibration(server, (0, 5), 16, 144, raw, lambda: saved.append(1))
+    calibration.measure_power((1, 4), gpu=None)
+    assert {(power.gear, power.batch) for power in raw.powers} == {(0, 1), (5, 1), (0, 4), (5, 4)}
+    assert len(saved) == 4
     for power in raw.powers:
-        assert power.watts == pytest.approx(300.0, rel=0.02)
-        assert power.window_s >= 0.3
+        assert power.watts == pytest.approx(300.0)
+        assert power.window_s >= 10.0
+    sent = server.sent
+    calibration.measure_power((1, 4), gpu=None)
+    assert server.sent == sent  # all there already
 
 
 def test_bursts_that_tell_nothing_are_refused():
