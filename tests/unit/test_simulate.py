@@ -61,6 +61,7 @@ def test_cycles_are_those_that_a_server_needed():
     assert len(record["answers"]) == 27
 
 
+@settings(deadline=None)
 @given(st.lists(st.booleans(), min_size=2, max_size=40), st.integers(1, 7))
 def test_fixed_gears_agree_with_the_walk_over_flags(flags, k):
     run = [next((i for i, flag in enumerate(flags[t:]) if not flag), len(flags) - t) for t in range(len(flags))]
@@ -124,6 +125,7 @@ traces = st.lists(st.integers(0, 7), min_size=2, max_size=7).map(trace_of)
 prices = st.lists(st.floats(0.1, 9.0), min_size=1, max_size=4)
 
 
+@settings(deadline=None)
 @given(traces, prices, st.floats(0.0, 9.0))
 def test_the_oracle_is_the_best_of_all_sequences(trace, ms, engaging_ms):
     costs = costs_of(ms, engaging_ms)
