@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from sdsie_sglang.eval.contenders import Contender, contenders, left_out
 from sdsie_sglang.eval.cost_table import read_costs
-from sdsie_sglang.eval.headline import this_command, today
+from sdsie_sglang.eval.headline import Figure, this_command, today, update
 from sdsie_sglang.eval.lab_figure import draw
 from sdsie_sglang.eval.prompts import CATEGORIES
 from sdsie_sglang.eval.simulate import LAG
@@ -209,6 +209,42 @@ def report(traces: Sequence[Trace], table: CostTable, options: argparse.Namespac
     }
 
 
+def figures(record: dict[str, Any], table: CostTable, path: Path) -> list[Figure]:
+    """The headline figures of the cost gate."""
+    summary = record["groups"]
+    row = summary[ALL]["rows"]["cost gate"]
+    worst = min(
+        group["rows"]["cost gate"]["over_best_constant"]
+        for name, group in summary.items()
+        if name not in (ALL, UNLOOPED)
+    )
+    values: dict[str, tuple[float, float | None, float | None, str]] = {
+        "cost_gate_over_best_worst_category": (worst, None, None, "required 0.99"),
+        "cost_gate_over_oracle": (row["over_oracle"], None, None, "required 0.93"),
+        "cost_gate_over_best_fixed": (
+            row["over_best_fixed"],
+            row["over_best_fixed_low"],
+            row["over_best_fixed_high"],
+            f"best fixed is {summary[ALL]['best_fixed']}; 95 % interval over prompts",
+        ),
+    }
+    return [
+        Figure(
+            name=name,
+            value=round(value, 4),
+            low=low,
+            high=high,
+            unit="1",
+            where=table.where,
+            record=str(path),
+            command=record["command"],
+            date=record["date"],
+            note=f"simulated on traces of the demo pair, costs of {table.models}, gears {list(table.gears)}; {note}",
+        )
+        for name, (value, low, high, note) in values.items()
+    ]
+
+
 def main() -> None:
     """Simulate, write, print."""
     parser = argparse.ArgumentParser(prog="python -m sdsie_sglang.eval.lab", description=__doc__)
@@ -220,6 +256,7 @@ def main() -> None:
     parser.add_argument("--orders", type=int, default=5, help="random orders of the prompts for what learns")
     parser.add_argument("--tuned", type=Path, help="settings of an entropy policy, written by eval.tune")
     parser.add_argument("--out", type=Path, default=TRACES.with_name("lab-h200-gears"), help="without an ending")
+    parser.add_argument("--headline", action="store_true", help="write the cost gate's figures to headline.json")
     options = parser.parse_args()
     traces = load(options.traces)
     table = read_costs(options.costs)
@@ -234,6 +271,8 @@ def main() -> None:
     options.out.with_suffix(".json").write_text(json.dumps(record, separators=(",", ":")) + "\n")
     options.out.with_suffix(".md").write_text(text)
     draw(record["groups"], f"{table.models}; {table.where}", options.out.with_suffix(".png"))
+    if options.headline:
+        update(figures(record, table, options.out.with_suffix(".json")))
     print(text)
 
 

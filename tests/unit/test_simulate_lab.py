@@ -1,12 +1,14 @@
 """The laboratory's tables, and the comparison of a server with the simulator."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from sdsie_sglang.eval.confirm import Served, compare
 from sdsie_sglang.eval.contenders import contenders, left_out
 from sdsie_sglang.eval.cost_table import read_costs
-from sdsie_sglang.eval.lab import ALL, groups, interval, markdown, play, summarise, verdict
+from sdsie_sglang.eval.lab import ALL, figures, groups, interval, markdown, play, summarise, verdict
 from sdsie_sglang.eval.lab_figure import draw
 from sdsie_sglang.eval.simulate import replay
 from sdsie_sglang.eval.trace import TRACES, load
@@ -55,6 +57,18 @@ def test_the_report_says_what_it_is(summary, tmp_path):
     assert text.endswith("note\n")
     draw(summary, "s", tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 10_000
+
+
+def test_headline_figures_say_that_they_are_simulated(summary):
+    record = {"groups": summary, "command": "c", "date": "2026-01-01"}
+    found = {figure.name: figure for figure in figures(record, whole_table(), Path("x.json"))}
+    assert set(found) == {
+        "cost_gate_over_best_worst_category",
+        "cost_gate_over_oracle",
+        "cost_gate_over_best_fixed",
+    }
+    assert all("simulated" in figure.note for figure in found.values())
+    assert found["cost_gate_over_oracle"].value <= 1.0
 
 
 def test_groups_cover_all_categories():
