@@ -41,7 +41,8 @@ def test_report(folder):
     [method] = part["phases"][0]["methods"]
     assert method["method"] == "entropy-tuned"
     assert method["identity"]["identical"] == 1.0
-    assert {flag["rule"] for flag in part["flags"]} <= {"drift", "a_a"}  # a busy machine's speed may well drift
+    # A busy machine drifts; a checkout that someone commits to meanwhile counts as another machine.
+    assert {flag["rule"] for flag in part["flags"]} <= {"drift", "a_a", "other_machine"}
     page = (folder / "report.html").read_text()
     assert "Gears over one answer" in page
     assert "drafted" in page
