@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from sdsie_sglang.demo.replay import ServedText
 from sdsie_sglang.demo.replay import walk as replay_walk
+from sdsie_sglang.eval.cost_table import read_costs
 from sdsie_sglang.eval.headline import ROOT
 from sdsie_sglang.eval.oracle import best_gears
 from sdsie_sglang.eval.simulate import (
@@ -21,10 +22,12 @@ from sdsie_sglang.eval.simulate import (
 )
 from sdsie_sglang.eval.trace import TRACES, Trace, load
 from sdsie_sglang.gears import Observation, PolicySettings, build_policy
+from sdsie_sglang.gears.cost import CostPolicy
 from sdsie_sglang.gears.cost_table import GearCosts
 from sdsie_sglang.gears.draft_rules import Svip
 from sdsie_sglang.gears.rivals import AcceptEmaPolicy
 
+SERVED_POLICIES = TRACES.with_name("served-policies.json")
 SERVED = ROOT / "eval" / "results" / "demo" / "served-draft-k5.json"
 
 
@@ -169,3 +172,16 @@ def test_energy_oracle_saves_energy():
     costs = GearCosts({0: 1.0, 3: 1.0}, {0: 1.0, 3: 50.0}, 0.0)
     assert set(best_gears(trace, costs, "energy")) == {0}
     assert 3 in best_gears(trace, costs, "time")
+
+
+def test_gears_are_those_that_a_server_ran_under_entropy_and_cost_gate():
+    """Two answers each, served on the CPU engine with overlap scheduling; see the record's note on times."""
+    record = json.loads(SERVED_POLICIES.read_text())
+    traces = {trace.id: trace for trace in load(TRACES).traces}
+    table = read_costs(None)
+    policies = {"entropy": build_policy(PolicySettings(policy="entropy")), "cost gate": CostPolicy(table)}
+    for answer in record["served"]:
+        trace = traces[answer["prompt"]].cut(len(answer["tokens"]))
+        run = replay(trace, policies[answer["policy"]], table.at(1), record["lag"])
+        assert np.bincount(run.gears, minlength=8).tolist() == answer["gears"]
+    assert len(record["served"]) == 4
