@@ -31,14 +31,15 @@ class NoEnergy(ValueError):
 
 
 class SlowReading(BaseModel):
-    """What changes slowly. `throttle` are NVML's clock event reasons, a bit mask; `processes` compute on the GPU."""
+    """What changes slowly. `throttle` are NVML's clock event reasons, a bit mask; `processes` compute on the GPU
+    (None where a container may not see them)."""
 
     t_s: float
     temperature_c: int
     sm_clock_mhz: int
     throttle: int
     memory_gib: float
-    processes: int
+    processes: int | None
 
 
 class Readings(BaseModel):
@@ -96,8 +97,14 @@ class Gpu:
             sm_clock_mhz=nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
             throttle=nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu),
             memory_gib=nvml.nvmlDeviceGetMemoryInfo(gpu).used / 2**30,
-            processes=len(nvml.nvmlDeviceGetComputeRunningProcesses(gpu)),
+            processes=self._processes(),
         )
+
+    def _processes(self) -> int | None:
+        try:
+            return len(self._nvml.nvmlDeviceGetComputeRunningProcesses(self._gpu))
+        except self._nvml.NVMLError:
+            return None
 
 
 class Recorder:

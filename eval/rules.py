@@ -162,8 +162,8 @@ def other_tenants(record: Record) -> list[Flag]:
         flags.append(_flag("other_tenants", record, text))
     readings = [r for s in record.phases for r in _slow(record, s.start_s, s.end_s)]
     if readings:
-        counts = [r.processes for r in readings]
-        at_first = (_slow(record, 0.0, record.phases[0].start_s) or readings)[0].processes
+        counts = [r.processes or 0 for r in readings]
+        at_first = (_slow(record, 0.0, record.phases[0].start_s) or readings)[0].processes or 0
         if max(counts) > at_first:
             flags.append(_flag("other_tenants", record, f"{max(counts) - at_first} more processes while it was timed"))
     return flags

@@ -157,7 +157,7 @@ def measure(config: Config, point: Datapoint, models: Models, this_run: str, on_
     before = None
     if gpu is not None:
         state = wait_until_free(gpu, clock)
-        before = {"memory_gib": state.memory_gib, "processes": float(state.processes)}
+        before = {"memory_gib": state.memory_gib, "processes": float(state.processes or 0)}
     trace = Path(tempfile.mkdtemp(prefix="sdsie-ruler-")) / "cycles.jsonl"
     arguments = [*method.arguments(models), *EVERY_SERVER, *config.sglang]
     if config.trace and method.policy is not None:

@@ -88,6 +88,12 @@ def test_no_gpu_is_said():
         Gpu(0, nvml)
 
 
+def test_processes_that_a_container_may_not_see():
+    nvml = FakeGpu().nvml()
+    nvml.nvmlDeviceGetComputeRunningProcesses.side_effect = pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION)
+    assert Gpu(0, nvml).slow(0.0).processes is None
+
+
 def test_recorder_thread_samples_and_reports_its_own_failure():
     fake = FakeGpu()
     nvml = fake.nvml()
