@@ -19,7 +19,7 @@ from sdsie_sglang.gears.limits import MAX_K
 from sdsie_sglang.gears.policy import Observation, RequestGate
 from sdsie_sglang.gears.run_lengths import REQUEST_FADE, UNKNOWN, RunLengths, entropy_bin
 
-# The numbers below, and those of run_lengths.py, were chosen on the demo pair's traces, at three made-up cost tables and
+# These numbers, and those of run_lengths.py, were chosen on the demo pair's traces, at three made-up cost tables and
 # at the H200's: they are not settings, and figures on those traces at those costs are in-sample.
 RATE_DECAY = 0.98
 EXPLORE_CYCLES = 3
