@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from sdsie_sglang.config import ConfigError, parse_policy
+from sdsie_sglang.config import parse_policy
 from sdsie_sglang.gears import PolicySettings
 from sdsie_sglang.gears.settings import unprepared
 from sdsie_sglang.live import live_status
@@ -67,7 +67,7 @@ def change_policy(original: Callable[..., Any], controller: Any, recv_req: Any) 
         problem = "this server does not run the SDSIE algorithm" if gate is None else None
         settings = parse_policy(ours)
         problem = problem or gate.check(settings)  # type: ignore[union-attr]
-    except ConfigError as error:
+    except (ValueError, OSError) as error:
         problem = str(error)
     if problem is not None:
         logger.warning("sdsie: policy not changed: %s", problem)
@@ -95,14 +95,14 @@ async def refuse_bad_policy(original: Callable[..., Any], manager: Any, obj: Any
 async def _problem_with(manager: Any, ours: dict[str, Any]) -> str | None:
     try:
         settings: PolicySettings = parse_policy(ours)
-    except ConfigError as error:
+        for state in await manager.get_internal_state():
+            gate = (state.get(KEY) or {}).get("gate")
+            if gate is None:
+                return "this server does not run the SDSIE algorithm"
+            if problem := unprepared(settings, gate["gears"]):
+                return problem
+    except (ValueError, OSError) as error:
         return str(error)
-    for state in await manager.get_internal_state():
-        gate = (state.get(KEY) or {}).get("gate")
-        if gate is None:
-            return "this server does not run the SDSIE algorithm"
-        if problem := unprepared(settings, gate["gears"]):
-            return problem
     return None
 
 

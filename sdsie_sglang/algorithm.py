@@ -70,11 +70,11 @@ def captures_graphs(server_args: Any) -> bool:
 def check_server_args(server_args: Any) -> None:
     """Refuses, before any weight is loaded, what the gears cannot serve. Raises ConfigError."""
     config = config_from_env()
-    check_trace_path(config.trace)
     for wrong, sentence in _refusals(server_args, config):
         if wrong:
             raise ConfigError(sentence)
     check_draft(server_args.model_path, server_args.speculative_draft_model_path)
+    check_trace_path(config.trace)
 
 
 def _refusals(args: Any, config: SdsieConfig) -> list[tuple[bool, str]]:
@@ -110,6 +110,18 @@ def _refusals(args: Any, config: SdsieConfig) -> list[tuple[bool, str]]:
             "gears do not run with prefill-decode disaggregation: leave out --disaggregation-mode",
         ),
         (bool(args.enable_pdmux), "gears do not run with --enable-pdmux: leave it out"),
+        (
+            args.device == "cpu" and not (args.disable_cuda_graph or args.cuda_graph_backend_decode == "disabled"),
+            "on the CPU engine give --cuda-graph-backend-decode disabled, or use python -m sdsie_sglang.launch_server",
+        ),
+        (
+            args.device == "cpu" and (args.page_size or 1) != 1,
+            "on the CPU engine gears need --page-size 1: leave it out",
+        ),
+        (
+            bool(args.enable_return_hidden_states),
+            "gears return no hidden states of drafted tokens: leave out --enable-return-hidden-states",
+        ),
     ]
 
 
@@ -126,19 +138,28 @@ def check_draft(target: str, draft: str | None) -> None:
     sizes = [_read_json(path, "config.json").get("vocab_size") for path in (target, draft)]
     if None not in sizes and sizes[0] != sizes[1]:
         raise ConfigError(f"the draft's vocabulary has {sizes[1]} tokens and the target's {sizes[0]}: they must match")
-    vocabularies = [_read_json(path, "tokenizer.json").get("model", {}).get("vocab") for path in (target, draft)]
+    vocabularies = [_vocabulary(_read_json(path, "tokenizer.json")) for path in (target, draft)]
     if None not in vocabularies and vocabularies[0] != vocabularies[1]:
         raise ConfigError("the draft's tokenizer gives other ids than the target's: use a draft of the same family")
 
 
+def _vocabulary(tokenizer: dict[str, Any]) -> Any:
+    model = tokenizer.get("model")
+    return model.get("vocab") if isinstance(model, dict) else None
+
+
 def _read_json(folder: str, name: str) -> dict[str, Any]:
+    """The file's object; empty where there is no such file."""
     path = Path(folder).expanduser() / name
     try:
-        return json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         raise ConfigError(f"{path} cannot be read as JSON") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} is not a JSON object")
+    return content
 
 
 def register_algorithm() -> None:

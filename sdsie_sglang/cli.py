@@ -3,16 +3,10 @@
 import argparse
 from typing import Any
 
-from sdsie_sglang.config import SdsieConfig, load_settings_file, parse_config
+from sdsie_sglang.config import SdsieConfig, load_settings_file, parse_config, setting_name, settings_from_env
 from sdsie_sglang.gears.settings import MAX_K, PRESETS
 
 PREFIX = "sdsie_"
-
-
-def _gear_list(text: str) -> tuple[int, ...]:
-    if not all(part.strip().isdigit() for part in text.split(",")):
-        raise argparse.ArgumentTypeError(f"gears must look like 0,3,5, not {text!r}")
-    return tuple(int(part) for part in text.split(","))
 
 
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
@@ -23,8 +17,12 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     def flag(name: str, help: str, **kwargs: Any) -> None:
         group.add_argument(f"--sdsie-{name}", help=help, default=argparse.SUPPRESS, **kwargs)
 
-    flag("policy", "plain: gear 0 always. fixed: gear K always (default). entropy: gear K while the "
-         "target's entropy is low, else 0. schedule: a written sequence", metavar="NAME")  # fmt: skip
+    flag(
+        "policy",
+        "plain: gear 0 always. fixed: gear K always (default). entropy: gear K while the target's entropy is "
+        "low, else 0. schedule: a written sequence. cost: learns, from a cost table (settings file)",
+        metavar="NAME",
+    )
     flag("k", f"draft tokens a cycle, 1 to {MAX_K} (default 5)", type=int, metavar="K")
     flag("preset", f"thresholds in bits: {presets} (default tuned)", metavar="NAME")
     flag("theta-low", "engage below this smoothed entropy, bits", type=float, metavar="BITS")
@@ -37,17 +35,16 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         "engage-share", "share of a batch's requests that engages the batch (default 0.5)", type=float, metavar="SHARE"
     )
     flag("schedule", "for --sdsie-policy schedule: gear x cycles, for ever, as 5x8,0x8", metavar="TEXT")
-    flag(
-        "gears", "every K to prepare at start, as 0,3,5 (default: those of the policy)", type=_gear_list, metavar="LIST"
-    )
+    flag("gears", "every K to prepare at start, as 0,3,5 (default: those of the policy)", metavar="LIST")
     flag("trace", "append one JSON line a cycle to this file", metavar="FILE")
     flag("settings", "YAML or JSON file with these names; flags win over it", metavar="FILE")
     flag("off", "serve with SGLang exactly as shipped (the baseline)", action="store_true")
 
 
 def config_from_args(args: argparse.Namespace) -> SdsieConfig:
-    """The settings file, overridden by the flags. Raises ConfigError."""
+    """SDSIE_CONFIG, overridden by the settings file, overridden by the flags. Raises ConfigError."""
     given = {key.removeprefix(PREFIX): value for key, value in vars(args).items() if key.startswith(PREFIX)}
     given.pop("off", None)
     path = given.pop("settings", None)
-    return parse_config({**load_settings_file(path), **given} if path is not None else given)
+    layers = [settings_from_env(), load_settings_file(path) if path is not None else {}, given]
+    return parse_config({setting_name(key): value for layer in layers for key, value in layer.items()})

@@ -59,12 +59,29 @@ class SdsieConfig(BaseModel):
 
 def parse_config(values: dict[str, Any]) -> SdsieConfig:
     """Flat settings (the names of the flags, without `sdsie_`) -> SdsieConfig. Raises ConfigError."""
+    values = {setting_name(key): value for key, value in values.items()}
     own = {key: values[key] for key in ("gears", "trace") if key in values}
+    if isinstance(own.get("gears"), str):
+        own["gears"] = parse_gears(own["gears"])
     policy = {key: value for key, value in values.items() if key not in own}
     try:
         return SdsieConfig(policy=PolicySettings(**policy), **own)
     except ValidationError as error:
         raise ConfigError(first_error(error)) from None
+
+
+def setting_name(key: Any) -> str:
+    """`theta-low`, `theta_low` and `--sdsie-theta-low` are one setting."""
+    if not isinstance(key, str):
+        raise ConfigError(f"{key!r} is no name of a setting")
+    return key.removeprefix("--").replace("-", "_").removeprefix("sdsie_")
+
+
+def parse_gears(text: str) -> tuple[int, ...]:
+    """'0,3,5' -> (0, 3, 5). Raises ConfigError."""
+    if not all(part.strip().isdigit() for part in text.split(",")):
+        raise ConfigError(f"gears must look like 0,3,5, not {text!r}")
+    return tuple(int(part) for part in text.split(","))
 
 
 def parse_policy(values: Any) -> PolicySettings:
@@ -83,7 +100,7 @@ def load_settings_file(path: str) -> dict[str, Any]:
         values = yaml.safe_load(Path(path).read_text())
     except OSError as error:
         raise ConfigError(f"settings file {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError):
+    except (yaml.YAMLError, ValueError, RecursionError):
         raise ConfigError(f"settings file {path} is neither YAML nor JSON") from None
     if not isinstance(values, dict):
         raise ConfigError(f"settings file {path} must hold names and values")
@@ -95,18 +112,23 @@ def flat(config: SdsieConfig) -> dict[str, Any]:
     return {**config.policy.model_dump(), **config.model_dump(include={"gears", "trace"})}
 
 
-def config_from_env() -> SdsieConfig:
-    """What SDSIE_CONFIG says, or the defaults. Raises ConfigError."""
+def settings_from_env() -> dict[str, Any]:
+    """Flat settings that SDSIE_CONFIG holds; none if it is not set. Raises ConfigError."""
     text = os.environ.get(CONFIG_VARIABLE)
     if not text:
-        return SdsieConfig()
+        return {}
     try:
         values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{CONFIG_VARIABLE} is not JSON: {error.msg}") from None
+    except (ValueError, RecursionError):
+        raise ConfigError(f"{CONFIG_VARIABLE} is not JSON") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{CONFIG_VARIABLE} must be a JSON object")
-    return parse_config(values)
+    return values
+
+
+def config_from_env() -> SdsieConfig:
+    """What SDSIE_CONFIG says, or the defaults. Raises ConfigError."""
+    return parse_config(settings_from_env())
 
 
 def config_to_env(config: SdsieConfig) -> None:

@@ -7,6 +7,10 @@ SGLang's CPU engine.
 import argparse
 import os
 import sys
+from itertools import pairwise
+from pathlib import Path
+
+import yaml
 
 from sdsie_sglang.cli import add_cli_args, config_from_args
 from sdsie_sglang.config import ALGORITHM, ConfigError, SdsieConfig, config_to_env, turn_off
@@ -31,16 +35,30 @@ def _fail(message: str) -> "SystemExit":
     return SystemExit(2)
 
 
+def _names(arg: str, flag: str) -> bool:
+    """Whether `arg` is the flag, also cut short as argparse allows, with or without `=value`."""
+    name = arg.split("=", 1)[0]
+    return len(name) > len("--x") and name.startswith("--") and flag.startswith(name)
+
+
 def _gives(argv: list[str], flag: str) -> bool:
-    return any(arg == flag or arg.startswith(f"{flag}=") for arg in argv)
+    return any(_names(arg, flag) for arg in argv) or flag in _from_config_file(argv)
+
+
+def _from_config_file(argv: list[str]) -> set[str]:
+    """Flags that SGLang's own --config file gives; SGLang complains of a file that it cannot read."""
+    path = next((value for flag, value in pairwise(argv) if flag == "--config"), None)
+    try:
+        values = yaml.safe_load(Path(path).read_text()) if path is not None else None
+    except (OSError, ValueError, yaml.YAMLError):
+        return set()
+    return {f"--{str(key).replace('_', '-')}" for key in values} if isinstance(values, dict) else set()
 
 
 def _value(argv: list[str], flag: str) -> str | None:
     for i, arg in enumerate(argv):
-        if arg.startswith(f"{flag}="):
-            return arg.split("=", 1)[1]
-        if arg == flag and i + 1 < len(argv):
-            return argv[i + 1]
+        if _names(arg, flag):
+            return arg.split("=", 1)[1] if "=" in arg else next(iter(argv[i + 1 : i + 2]), None)
     return None
 
 
@@ -95,6 +113,10 @@ def main(argv: list[str]) -> None:
     if wants_help:
         return _print_help()
     off = getattr(ours, "sdsie_off", False)
+    algorithm = (_value(rest, ALGORITHM_FLAG) or ALGORITHM).upper()
+    if vars(ours) and (algorithm != ALGORITHM or off) and set(vars(ours)) != {"sdsie_off"}:
+        given = f"{ALGORITHM_FLAG} {algorithm}" if algorithm != ALGORITHM else "--sdsie-off"
+        raise _fail(f"--sdsie-* flags mean nothing with {given}")
     serve(config, sglang_args(rest, off=off, on_cpu=on_cpu), off=off)
 
 
@@ -113,7 +135,7 @@ def serve(config: SdsieConfig, arguments: list[str], *, off: bool) -> None:
     load_plugins()
     try:
         server_args = prepare_server_args(arguments)
-        if server_args.speculative_algorithm == ALGORITHM:
+        if (server_args.speculative_algorithm or "").upper() == ALGORITHM:
             from sdsie_sglang.algorithm import check_draft
 
             # SGLang takes a folder that is not there for a name on a model hub.

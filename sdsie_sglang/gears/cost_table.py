@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from functools import lru_cache
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -154,10 +155,16 @@ class GearCosts:
         return joules, {k: self.engaging_ms / self.ms[k] * joules[k] if k else 0.0 for k in self.ms}
 
 
+MAX_BYTES = 1 << 20
+
+
 def load_cost_table(path: str | Path) -> CostTable:
     """Raises ValueError with one line if the file cannot be used."""
     try:
-        return _parse(str(path), Path(path).stat().st_mtime_ns)
+        state = Path(path).stat()
+        if not S_ISREG(state.st_mode) or state.st_size > MAX_BYTES:
+            raise ValueError(f"cost table {path}: not an ordinary file of at most {MAX_BYTES} bytes")
+        return _parse(str(path), state.st_mtime_ns)
     except OSError as error:
         raise ValueError(f"cost table {path}: {error.strerror}") from None
     except ValidationError as error:

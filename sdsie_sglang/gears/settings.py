@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from sdsie_sglang.gears.cost_table import Objective, load_cost_table
-from sdsie_sglang.gears.limits import MAX_K
+from sdsie_sglang.gears.limits import MAX_K, MAX_SCHEDULE
 
 PolicyName = Literal["plain", "fixed", "entropy", "schedule", "cost"]
 
@@ -87,6 +87,8 @@ def parse_schedule(text: str) -> tuple[int, ...]:
         if match is None:
             raise ValueError(f"schedule must look like 5x8,0x8 (gear x cycles), not {text!r}")
         gears += [int(match[1])] * int(match[2] or 1)
+        if len(gears) > MAX_SCHEDULE:
+            raise ValueError(f"schedule is longer than {MAX_SCHEDULE} cycles")
     return tuple(gears)
 
 

@@ -28,6 +28,7 @@ from sdsie_sglang.worker.request_state import RequestState
 # one: always extending by two keeps the shape fixed. Rewriting a slot with the same token is free.
 STEADY_WIDTH = 2
 TOPK = 1
+MIN_CHUNK = 64  # tokens a request in one catch-up pass, however many requests there are
 
 
 @contextmanager
@@ -110,7 +111,7 @@ class Drafter:
         self.history.write(rows, batch.seq_lens, pending)
         if max(missed) <= STEADY_WIDTH:
             return self._extend_steady(batch).argmax(dim=-1)
-        budget = max(1, self._chunk_tokens // len(missed))
+        budget = max(MIN_CHUNK, self._chunk_tokens // len(missed))
         while max(missed) > budget:
             # Whoever has less to catch up writes one slot early, so that the batch stays whole.
             self._extend_ragged(batch, [budget if n > budget else 1 for n in missed], missed)

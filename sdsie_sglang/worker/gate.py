@@ -32,6 +32,7 @@ class Gate:
         self.gears = tuple(gears)
         self.settings = settings
         self.failures = 0
+        self.publish_failures = 0
         self.cycles = 0
         self._policy = build_policy(settings)
         self._lag = lag
@@ -65,6 +66,8 @@ class Gate:
             while self._unfed and self._unfed[0].number <= number - self._lag:
                 self._feed(self._unfed.popleft())
             k = self._policy.decide([self._gate(state) for state in states])
+            if any(state.plain_only for state in states):
+                return 0
             if k not in self.gears:
                 raise ValueError(f"policy {self.settings.policy} chose gear {k}, prepared are {self.gears}")
         except Exception:
@@ -83,8 +86,10 @@ class Gate:
         cycle = self._unsettled.popleft()
         try:
             self._publish(cycle)
-        except Exception:
-            self._failed()
+        except Exception:  # a full disk must not stop the answers
+            self.publish_failures += 1
+            if self.publish_failures == 1:
+                logger.exception("sdsie: telemetry of a cycle was lost. Further losses are only counted.")
 
     def snapshot(self) -> dict[str, Any]:
         return {
@@ -93,6 +98,7 @@ class Gate:
             "lag": self._lag,
             "cycles": self.cycles,
             "gate_failures": self.failures,
+            "publish_failures": self.publish_failures,
         }
 
     def _gate(self, state: RequestState) -> RequestGate:

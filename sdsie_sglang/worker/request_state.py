@@ -23,6 +23,8 @@ class RequestState:
         host, also with overlap scheduling: a gear-0 cycle adds one, a K-cycle leaves at most two.
     prefilled: prompt tokens that the target has seen so far; tells a next chunk from a new start.
     retractions: how often SGLang had taken the request's KV away when the gate was made.
+    plain_only: its sampling depends on every token before, which SGLang tells a speculative batch a
+        cycle late: penalties and min_new_tokens.
     """
 
     gate: RequestGate
@@ -31,6 +33,7 @@ class RequestState:
     missed: int = 0
     prefilled: int = 0
     retractions: int = 0
+    plain_only: bool = False
     stats: RequestStats = field(default_factory=RequestStats)
 
 
@@ -41,6 +44,16 @@ def state_of(req: Any) -> RequestState:
 
 def find_state(req: Any) -> RequestState | None:
     return getattr(req, _ATTRIBUTE, None)
+
+
+def needs_plain(sampling: Any) -> bool:
+    """Whether SGLang's SamplingParams ask for something that only one token a pass does exactly."""
+    return (
+        sampling.frequency_penalty != 0.0
+        or sampling.presence_penalty != 0.0
+        or sampling.repetition_penalty != 1.0
+        or sampling.min_new_tokens > 0
+    )
 
 
 def attach(req: Any, state: RequestState) -> None:

@@ -25,9 +25,11 @@ from sdsie_sglang.worker.drafter import Drafter
 from sdsie_sglang.worker.gate import Gate
 from sdsie_sglang.worker.gear_resources import build_gears, silence_swaps
 from sdsie_sglang.worker.plain_decode import decode_plain
-from sdsie_sglang.worker.request_state import RequestState, attach, find_state, state_of
+from sdsie_sglang.worker.request_state import RequestState, attach, find_state, needs_plain, state_of
 
 logger = logging.getLogger(__name__)
+
+CHUNK_TOKENS = 8192  # of one catch-up pass, where SGLang does not chunk prefills
 
 
 class GearNotExecuted(RuntimeError):
@@ -72,7 +74,7 @@ class SdsieWorker(StandaloneWorkerV2):
                 self.req_to_token_pool.req_to_token,
                 0 if get_memory().disable_radix_cache else kv_slots,
             ),
-            chunk_tokens=get_schedule().chunked_prefill_size or 8192,
+            chunk_tokens=chunk if (chunk := get_schedule().chunked_prefill_size or 0) > 0 else CHUNK_TOKENS,
         )
         self._stub_topk = (
             torch.zeros((self.req_to_token_pool.size, 1), dtype=torch.float32, device=self.device),
@@ -123,6 +125,7 @@ class SdsieWorker(StandaloneWorkerV2):
         state = find_state(req)
         if state is None:
             state = self.gate.new_state()
+            state.plain_only = needs_plain(req.sampling_params)
             attach(req, state)
         elif state.retractions != req.retraction_count:
             self.gate.restart(state)

@@ -1,7 +1,7 @@
 """One baseline, then one server with gears, for as many tests as possible: a start takes 30 to 90 s here."""
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -12,15 +12,25 @@ from sdsie_sglang.eval.prompts import timed_prompts
 from sdsie_sglang.eval.server import Server
 
 TOKENS = 40
+# What depends on every token before: natural end of text, at most TOKENS.
+CONSTRAINTS = (
+    {"min_new_tokens": 30},
+    {"frequency_penalty": 1.0, "presence_penalty": 0.5},
+    {"repetition_penalty": 1.3},
+)
 CONTEXT = ["--context-length", "2048", "--max-total-tokens", "8192"]
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Token ids and meta_info of one answer a prompt, in the order of the prompts."""
+    """Token ids and meta_info of one answer a prompt, in the order of the prompts.
+
+    `constrained`: of the baseline alone, ids of the last prompt's answer under each of CONSTRAINTS.
+    """
 
     ids: list[list[int]]
     meta: list[dict]
+    constrained: tuple[list[int], ...] = ()
 
 
 def ask_all(server: Server, prompts: list[list[int]], *, at_once: bool = False, **options) -> Answers:
@@ -49,7 +59,8 @@ def baseline(models, prompts) -> Answers:
     """SGLang as shipped: no plugin, no speculation."""
     with Server.start(["--model-path", str(models.target), "--sdsie-off", *CONTEXT]) as server:
         assert server.info()["internal_states"][0].get("sdsie") is None
-        return ask_all(server, prompts)
+        constrained = [server.generate(prompts[-1], max_new_tokens=TOKENS, **c)["output_ids"] for c in CONSTRAINTS]
+        return replace(ask_all(server, prompts), constrained=tuple(constrained))
 
 
 @pytest.fixture(scope="session")

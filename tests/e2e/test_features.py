@@ -11,7 +11,7 @@ import requests
 
 from sdsie_sglang.eval.chat import chat_ids, decode
 from sdsie_sglang.eval.prompts import timed_prompts
-from tests.e2e.conftest import TOKENS, ask_all
+from tests.e2e.conftest import CONSTRAINTS, TOKENS, ask_all
 
 
 @pytest.fixture(autouse=True)
@@ -64,15 +64,21 @@ def test_json_schema(gears, models):
     assert {"0", "5"} <= set(done["meta_info"]["sdsie"]["cycles"])
 
 
-def test_penalties_and_bias_leave_the_entropy_alone(gears, prompts, trace_path):
+def test_a_bias_leaves_the_entropy_alone(gears, prompts, trace_path):
     """Entropy is that of the raw distribution: forcing a token by bias must not bring it to zero."""
     before = len(trace_path.read_text().splitlines())
     done = gears.generate(prompts[0], max_new_tokens=8, logit_bias={"260": 1000.0}, ignore_eos=True)
     assert set(done["output_ids"][1:]) == {260}
     lines = [json.loads(line) for line in trace_path.read_text().splitlines()[before:]]
     assert max(max(line["entropy_bits"]) for line in lines) > 0.5
-    repeated = gears.generate(prompts[0], max_new_tokens=24, frequency_penalty=1.5)
-    assert repeated["meta_info"]["completion_tokens"] >= 1
+
+
+@pytest.mark.parametrize("which", range(len(CONSTRAINTS)), ids=[next(iter(c)) for c in CONSTRAINTS])
+def test_what_depends_on_every_token_runs_gear_0_and_is_exact(gears, baseline, prompts, which):
+    gears.set_policy(policy="fixed", k=7)
+    done = gears.generate(prompts[-1], max_new_tokens=TOKENS, **CONSTRAINTS[which])
+    assert done["output_ids"] == baseline.constrained[which]
+    assert set(done["meta_info"]["sdsie"]["cycles"]) == {"0"}
 
 
 def test_sampling_is_honoured_and_seeded(gears, prompts):

@@ -57,6 +57,30 @@ def test_bad_settings_file(tmp_path, text, says):
         parse("--sdsie-settings", str(file))
 
 
+@pytest.mark.parametrize("text", ["theta-low: 0.1\ngears: 0,5\n", "--sdsie-theta-low: 0.1\ngears: [0, 5]\n"])
+def test_settings_file_takes_the_names_of_the_flags(tmp_path, text):
+    file = tmp_path / "settings"
+    file.write_text(text)
+    config = parse("--sdsie-settings", str(file))
+    assert (config.policy.theta_low, config.gears) == (0.1, (0, 5))
+
+
+@pytest.mark.parametrize(
+    "text", ["off: true", "1: 2", "null: 3", "[" * 3000, "schedule: '0x9999" + ",0x9999" * 7 + "'"]
+)
+def test_odd_settings_files_end_in_a_line(tmp_path, text):
+    file = tmp_path / "settings"
+    file.write_text(text)
+    with pytest.raises(ConfigError):
+        parse("--sdsie-settings", str(file))
+
+
+def test_environment_is_below_the_flags(monkeypatch):
+    monkeypatch.setenv("SDSIE_CONFIG", '{"policy": "entropy", "k": 3}')
+    config = parse("--sdsie-k", "4")
+    assert (config.policy.policy, config.policy.k) == ("entropy", 4)
+
+
 def test_missing_settings_file():
     with pytest.raises(ConfigError, match="No such file"):
         parse("--sdsie-settings", "/nowhere/settings.yaml")

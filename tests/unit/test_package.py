@@ -104,6 +104,27 @@ def test_bad_flags_end_in_exit_code_2_and_one_line(argv, says):
     assert done.stdout == ""
 
 
+@pytest.mark.parametrize("argv", [["--sdsie-off"], ["--speculative-algorithm", "EAGLE3"]])
+def test_our_flags_beside_another_algorithm_are_refused(argv):
+    done = run("-m", "sdsie_sglang.launch_server", "--model-path", "x", *argv, "--sdsie-policy", "entropy")
+    assert done.returncode == 2
+    assert "mean nothing with" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("given", [["--speculative-algo", "STANDALONE"], ["--speculative-algorithm=STANDALONE"]])
+def test_an_algorithm_that_was_given_is_kept(given):
+    assert sglang_args(given, off=False, on_cpu=False) == given
+
+
+def test_sglangs_config_file_counts_as_given(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("speculative-algorithm: STANDALONE\ndtype: bfloat16\n")
+    given = ["--config", str(file)]
+    added = sglang_args(given, off=False, on_cpu=True)[2:]
+    assert "--dtype" not in added
+    assert "--speculative-algorithm" not in added
+
+
 def test_flags_are_split_between_us_and_sglang():
     ours, rest = split_args(["--sdsie-k", "3", "--model-path", "m", "--tp-size=2"])
     assert vars(ours) == {"sdsie_k": 3}
