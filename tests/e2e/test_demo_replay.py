@@ -36,7 +36,7 @@ def test_replay_names_every_verify_count(models, replayer, name):
                     "verify_count": done["meta_info"]["spec_verify_ct"],
                 }
             )
-    record = {"method": name, **vars(method), "answers": answers}
+    record = {"method": name, "new_tokens": TOKENS, **vars(method), "answers": answers}
     agreement = compare(record, None, replayer)
     assert agreement.differing == []
     assert agreement.predicted == PROMPTS
