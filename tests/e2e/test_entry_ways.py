@@ -74,10 +74,6 @@ DRAFTED = ["--speculative-draft-model-path", "{draft}"]
         ([], "a draft model is missing"),
         (["--speculative-draft-model-path", "/nowhere/draft"], "is not a folder"),
         (["--speculative-draft-model-path", "{other}"], "the draft's vocabulary has 7 tokens"),
-        ([*DRAFTED, "--speculative-eagle-topk", "4"], "a chain, not a tree"),
-        ([*DRAFTED, "--pp-size", "2"], "pipeline parallelism"),
-        ([*DRAFTED, "--page-size", "16"], "--page-size 1"),
-        ([*DRAFTED, "--enable-return-hidden-states"], "no hidden states"),
         ([*DRAFTED, "--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"], "DP attention"),
     ],
 )
