@@ -52,7 +52,6 @@ def costs_of(ms, engaging_ms=0.0, joules=None):
 FLAT = costs_of([1.0] * 8)
 
 
-@pytest.mark.skipif(not SERVED.exists(), reason="no served record")
 def test_cycles_are_those_that_a_server_needed():
     """Verify passes of the 27 prompts, served greedy with K = 5 fixed."""
     record = json.loads(SERVED.read_text())
