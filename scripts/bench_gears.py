@@ -1,11 +1,13 @@
 """Gears against SGLang as shipped, on one GPU: plain decode, STANDALONE, gear 0, gear K, switching.
 
-    python scripts/bench_gears.py OUT.json [--target DIR --draft DIR] [--batch 1 16] [--headline]
+    python scripts/bench_gears.py OUT.json [--demo | --target DIR --draft DIR] [--batch 1 16] [--headline]
 
 Without models it writes configurations of the 8B and the 1B Llama shape, loads random weights and
-simulates acceptance (SGLANG_SIMULATE_ACC_LEN): timing only, no text. All servers run side by side on
-the GPU, one of them busy at a time, and the repeats are interleaved. Each figure is a ratio of
-medians with the range of the ratios over repeats. If OUT.json is there it is only summarised.
+simulates acceptance (SGLANG_SIMULATE_ACC_LEN): timing only, no text. With --demo it answers the 27 evaluation
+prompts with the demo's models, and adds EAGLE-3 with the demo's head, as a chain and as a tree. All
+servers run side by side on the GPU, one of them busy at a time, and the repeats are interleaved. Each
+figure is a ratio of medians with the range of the ratios over repeats. If OUT.json is there it is only
+summarised.
 """
 
 import argparse
@@ -19,7 +21,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from sdsie_sglang.demo import compose
 from sdsie_sglang.eval import headline, machine
+from sdsie_sglang.eval.chat import chat_ids
+from sdsie_sglang.eval.methods import METHODS, Models
+from sdsie_sglang.eval.prompts import timed_prompts
 from sdsie_sglang.eval.server import Server
 
 SHAPES = {
@@ -94,7 +100,7 @@ def server_plans(args: argparse.Namespace, target: Path, draft: Path) -> dict[st
         "6",
     ]
     accept = {"SGLANG_SIMULATE_ACC_LEN": str(ACCEPT_LENGTH)} if simulated else {}
-    return {
+    plans = {
         "plain": ([*common, "--sdsie-off"], {}),
         "standalone": (
             [*common, *drafted, *steps, "--sdsie-off", "--speculative-algorithm", "STANDALONE"],
@@ -102,8 +108,13 @@ def server_plans(args: argparse.Namespace, target: Path, draft: Path) -> dict[st
         ),
         "gears": ([*common, *drafted, "--sdsie-gears", "0,5"], accept),
     }
+    for name in EAGLE3 if args.demo else ():
+        models = Models(target=str(target), eagle3=str(args.eagle3))
+        plans[name] = ([*common, *METHODS[name].arguments(models)[2:]], {})
+    return plans
 
 
+EAGLE3 = ("eagle3-chain5", "eagle3-tree")
 VARIANTS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "plain": ("plain", None),
     "gear0": ("gears", {"policy": "plain"}),
@@ -113,11 +124,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any] | None]] = {
 }
 
 
-def run_once(server: Server, batch: int, tokens: int, prompts: list[list[int]]) -> dict[str, float]:
-    """One burst of `batch` requests. Tokens per second of the whole burst, prefill included."""
+def run_once(
+    server: Server, batch: int, tokens: int, prompts: list[list[int]], *, ignore_eos: bool = True
+) -> dict[str, float]:
+    """All prompts, `batch` at a time. Tokens per second of the whole, prefill included."""
     with ThreadPoolExecutor(batch) as pool:
         started = time.perf_counter()
-        done = list(pool.map(lambda ids: server.generate(ids, max_new_tokens=tokens, ignore_eos=True), prompts[:batch]))
+        done = list(pool.map(lambda ids: server.generate(ids, max_new_tokens=tokens, ignore_eos=ignore_eos), prompts))
         wall_s = time.perf_counter() - started
     produced = sum(len(d["output_ids"]) for d in done)
     accept = [d["meta_info"].get("spec_accept_length") or 1.0 for d in done]
@@ -160,7 +173,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     target = args.target or write_shape(scratch / "target", "8b")
     draft = args.draft or write_shape(scratch / "draft", "1b")
     logs = Path(os.environ.get("SDSIE_LOGS", scratch))
-    prompts = [[(7 * i + 31 * j) % 1000 + 10 for j in range(64)] for i in range(max(args.batch))]
+    variants = {**VARIANTS, **{name: (name, None) for name in EAGLE3 if args.demo}}
 
     servers: dict[str, Server] = {}
     record: dict[str, Any] = {
@@ -181,12 +194,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 print(f"{name}: up in {servers[name].startup_s:.0f} s", flush=True)
         record["startup_s"] = {name: server.startup_s for name, server in servers.items()}
         for batch in args.batch:
-            rows: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
+            rows: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
+            prompts = [[(7 * i + 31 * j) % 1000 + 10 for j in range(64)] for i in range(batch)]
+            if args.demo:
+                prompts = [chat_ids(target, prompt.text) for prompt in timed_prompts()]
             for repeat in range(-1, args.repeats):  # the first round warms up
-                for name, (server_name, policy) in VARIANTS.items():
+                for name, (server_name, policy) in variants.items():
                     if policy is not None:
                         servers[server_name].set_policy(**policy)
-                    row = run_once(servers[server_name], batch, args.tokens, prompts)
+                    row = run_once(servers[server_name], batch, args.tokens, prompts, ignore_eos=not args.demo)
                     if repeat >= 0:
                         rows[name].append(row)
             record["rows"][str(batch)] = rows
@@ -231,6 +247,7 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--target", type=Path)
     parser.add_argument("--draft", type=Path)
+    parser.add_argument("--demo", action="store_true", help="the demo's models on real text")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=256)
@@ -239,6 +256,9 @@ def main() -> int:
     args = parser.parse_args()
     if (args.target is None) != (args.draft is None):
         parser.error("--target and --draft go together")
+    if args.demo:
+        models = compose()
+        args.target, args.draft, args.eagle3 = models.target, models.draft, models.eagle3
 
     if args.out.exists():
         record = json.loads(args.out.read_text())
