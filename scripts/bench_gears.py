@@ -17,7 +17,9 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +126,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any] | None]] = {
 }
 
 
+@contextmanager
+def start_all(plans: dict[str, tuple[list[str], dict[str, str]]], logs: Path) -> Iterator[dict[str, Server]]:
+    """Starts the planned servers side by side; stops them at the end."""
+    with ExitStack() as running, ThreadPoolExecutor(len(plans)) as pool:
+        starts = {
+            name: pool.submit(Server.start, arguments, env=env, log=logs / f"{name}.log")
+            for name, (arguments, env) in plans.items()
+        }
+        servers = {name: running.enter_context(start.result()) for name, start in starts.items()}
+        print(*(f"{name}: up in {server.startup_s:.0f} s" for name, server in servers.items()), sep="\n", flush=True)
+        yield servers
+
+
 def run_once(
     server: Server, batch: int, tokens: int, prompts: list[list[int]], *, ignore_eos: bool = True
 ) -> dict[str, float]:
@@ -175,29 +190,19 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     logs = Path(os.environ.get("SDSIE_LOGS", scratch))
     variants = {**VARIANTS, **{name: (name, None) for name in EAGLE3 if args.demo}}
 
-    servers: dict[str, Server] = {}
     record: dict[str, Any] = {
         "machine": machine.describe(),
         "command": headline.this_command(),
         "date": headline.today(),
         "rows": {},
     }
-    try:
-        plans = server_plans(args, target, draft)
-        with ThreadPoolExecutor(len(plans)) as pool:
-            starts = {
-                name: pool.submit(Server.start, arguments, env=env, log=logs / f"{name}.log")
-                for name, (arguments, env) in plans.items()
-            }
-            for name, start in starts.items():
-                servers[name] = start.result()
-                print(f"{name}: up in {servers[name].startup_s:.0f} s", flush=True)
+    with start_all(server_plans(args, target, draft), logs) as servers:
         record["startup_s"] = {name: server.startup_s for name, server in servers.items()}
         for batch in args.batch:
             rows: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
             prompts = [[(7 * i + 31 * j) % 1000 + 10 for j in range(64)] for i in range(batch)]
             if args.demo:
-                prompts = [chat_ids(target, prompt.text) for prompt in timed_prompts()]
+                prompts = [chat_ids(str(target), prompt.text) for prompt in timed_prompts()]
             for repeat in range(-1, args.repeats):  # the first round warms up
                 for name, (server_name, policy) in variants.items():
                     if policy is not None:
@@ -207,9 +212,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                         rows[name].append(row)
             record["rows"][str(batch)] = rows
             print(f"batch {batch}: measured", flush=True)
-    finally:
-        for server in servers.values():
-            server.stop()
     return record
 
 

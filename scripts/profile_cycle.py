@@ -2,7 +2,7 @@
 
     python scripts/profile_cycle.py OUT.json [--target DIR --draft DIR] [--variants plain k5 standalone]
 
-The servers are those of `bench_gears.py`, one running at a time; each is traced by SGLang's own torch profiler,
+The servers are those of `bench_gears.py`, one busy at a time; each is traced by SGLang's own torch profiler,
 GPU activity only, so that the host is hardly slowed. A cycle lasts from one start of the target's graph to the
 next. If OUT.json is there it is only printed.
 """
@@ -22,7 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bench_gears import SHAPES, VARIANTS, server_plans, write_shape
+from bench_gears import SHAPES, VARIANTS, server_plans, start_all, write_shape
 
 from sdsie_sglang.eval import headline, machine
 from sdsie_sglang.eval.server import Server
@@ -162,18 +162,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "shapes": SHAPES if args.target is None else [str(target), str(draft)],
         "profiles": {},
     }
-    for server_name in dict.fromkeys(VARIANTS[name][0] for name in args.variants):
-        arguments, env = plans[server_name]
-        with Server.start(arguments, env=env, log=scratch / f"{server_name}.log") as server:
-            for name in args.variants:
-                wanted, policy = VARIANTS[name]
-                if wanted != server_name:
-                    continue
-                if policy is not None:
-                    server.set_policy(**policy)
-                for batch in args.batch:
-                    folder = Path(tempfile.mkdtemp(dir=scratch))
-                    record["profiles"][f"{name}, batch {batch}"] = summarise(trace(server, batch, folder))
+    needed = {VARIANTS[name][0] for name in args.variants}
+    with start_all({name: plan for name, plan in plans.items() if name in needed}, scratch) as servers:
+        for name in args.variants:
+            server_name, policy = VARIANTS[name]
+            if policy is not None:
+                servers[server_name].set_policy(**policy)
+            for batch in args.batch:
+                folder = Path(tempfile.mkdtemp(dir=scratch))
+                record["profiles"][f"{name}, batch {batch}"] = summarise(trace(servers[server_name], batch, folder))
+                print(f"{name}, batch {batch}: traced", flush=True)
     return record
 
 
@@ -187,8 +185,8 @@ def table(record: dict[str, Any]) -> str:
             f"### {name}",
             "",
             f"{profile['period_us']:.0f} us a cycle ({low:.0f} to {high:.0f}, {profile['cycles']} cycles), of which "
-            f"nothing runs on the GPU for {profile['idle_us']:.0f} us. Host: {sum(profile['host_calls'].values()):.0f} CUDA calls, "
-            f"{profile['host_in_calls_us']:.0f} us in them and {profile['host_waits_us']:.0f} us waiting.",
+            f"nothing runs on the GPU for {profile['idle_us']:.0f} us. Host: "
+            f"{sum(profile['host_calls'].values()):.0f} CUDA calls, {profile['host_in_calls_us']:.0f} us in them and {profile['host_waits_us']:.0f} us waiting.",
             "",
             "| stage | launches | kernels | busy us | span us | busy by kind, us (kernels) |",
             "|---|---|---|---|---|---|",
@@ -209,6 +207,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--variants", nargs="+", default=["plain", "gear0", "standalone", "k5"], choices=list(VARIANTS))
     parser.add_argument("--sglang", nargs=argparse.REMAINDER, default=[], help="further flags for every server")
+    parser.set_defaults(demo=False)
     args = parser.parse_args()
     if args.out.exists():
         record = json.loads(args.out.read_text())
