@@ -13,7 +13,16 @@ import numpy as np
 from pydantic import BaseModel
 
 from sdsie_sglang.eval import rules
-from sdsie_sglang.eval.energy import NoEnergy, Quantum, mean_power_w, quantum, shares_j, window_energy_j
+from sdsie_sglang.eval.energy import (
+    MIN_PIECE_S,
+    MIN_WINDOW_S,
+    NoEnergy,
+    Quantum,
+    mean_power_w,
+    quantum,
+    shares_j,
+    window_energy_j,
+)
 from sdsie_sglang.eval.fidelity import Identity, identity
 from sdsie_sglang.eval.intervals import Array, Estimate, energy_change, holm, speed_change, wilcoxon_p
 from sdsie_sglang.eval.methods import METHODS, PLAIN
@@ -145,12 +154,12 @@ class Cells:
 
 
 def request_energies(record: Record, phase: int) -> list[float] | None:
-    """Joules of each request of a phase: its share of the phase's window, which must be long enough."""
+    """Joules of each request of a phase: its share of the phase's window, which must be fit to be pooled."""
     if record.readings is None:
         return None
     requests, stretch = record.of_phase(phase), record.phases[phase]
     try:
-        total = window_energy_j(record.readings, stretch.start_s, stretch.end_s)
+        total = window_energy_j(record.readings, stretch.start_s, stretch.end_s, MIN_PIECE_S)
         parts = shares_j(record.readings, [(r.start_s, r.end_s) for r in requests])
     except NoEnergy:
         return None
@@ -158,7 +167,7 @@ def request_energies(record: Record, phase: int) -> list[float] | None:
 
 
 def cells(records: Sequence[Record], phase: int) -> Cells:
-    """One column: the records of a method, one a repetition."""
+    """One column: the records of a method, one a repetition. Energy only if all have it, over long enough together."""
     order = sorted({(r.prompt, r.category) for r in records[0].of_phase(phase)}, key=lambda pc: _file_order(pc[0]))
     grouped: list[dict[str, list[Request]]] = []
     energies: list[dict[str, float]] = []
@@ -180,7 +189,8 @@ def cells(records: Sequence[Record], phase: int) -> Cells:
         known = [v for v in values if v is not None]
         return float(np.exp(np.mean(np.log(known)))) if known else float("nan")
 
-    has_energy = all(energies)
+    phase_s = sum(record.phases[phase].end_s - record.phases[phase].start_s for record in records)
+    has_energy = all(energies) and phase_s >= MIN_WINDOW_S
     return Cells(
         prompts=tuple(prompt for prompt, _ in order),
         categories=tuple(category for _, category in order),
@@ -191,7 +201,7 @@ def cells(records: Sequence[Record], phase: int) -> Cells:
         seconds=table(lambda rs: sum(r.end_s - r.start_s for r in rs)),
         energy_j=np.array([[e[prompt] for e in energies] for prompt, _ in order]) if has_energy else None,
         requests=tuple(r for record in records for r in record.of_phase(phase)),
-        phase_s=sum(record.phases[phase].end_s - record.phases[phase].start_s for record in records),
+        phase_s=phase_s,
     )
 
 
@@ -307,10 +317,10 @@ def _part(name: str, records: list[Record]) -> PartSummary:
     flags = [flag for record in used for flag in rules.record_flags(record)]
     for repetition in repetitions:
         flags += rules.group_flags([r for r in used if r.datapoint.repetition == repetition])
-    wanted = [(r, m) for r in range(config.repetitions) for m in config.parts[name]]
+    wanted = [(r, m) for r in range(config.repetitions) for m in config.parts[name].methods]
     have = {(r.datapoint.repetition, r.datapoint.method) for r in used if r.datapoint.role == "method"}
     phases = []
-    for number in range(len(config.phases)):
+    for number in range(len(config.phases_of(name))):
         summary, found = _phase(name, used, number)
         phases.append(summary)
         flags += found
@@ -334,7 +344,8 @@ def _phase(part: str, records: list[Record], number: int) -> tuple[PhaseSummary,
     opened, closed = (cells(columns[role, PLAIN.name], number) for role in ("open", "close"))
     baseline = merged(opened, closed)
     flags: list[Flag] = []
-    about = f"{part}, concurrency {config.phases[number].concurrency}"
+    concurrency = config.phases_of(part)[number].concurrency
+    about = f"{part}, concurrency {concurrency}"
 
     def flag(rule: str, method: str, text: str | None) -> None:
         if text:
@@ -364,6 +375,8 @@ def _phase(part: str, records: list[Record], number: int) -> tuple[PhaseSummary,
             name,
             rules.unexplained_speed_up(1 + summary.change.speed.value, summary.accept_length),
         )
+        if any(r.readings is not None for r in its_records):
+            flag("no_energy", name, rules.short_pool(column.phase_s))
         flag("length_mismatch", name, rules.length_mismatch(tokens, int(against.tokens.sum()) // 2))
         summaries.append(summary)
         measured[name] = (column, against)
@@ -382,7 +395,7 @@ def _phase(part: str, records: list[Record], number: int) -> tuple[PhaseSummary,
             )
     best = _best(summaries, measured, config.seed)
     result = PhaseSummary(
-        concurrency=config.phases[number].concurrency,
+        concurrency=concurrency,
         baseline=describe(PLAIN.name, baseline),
         methods=sorted(summaries, key=lambda s: list(METHODS).index(s.method)),
         best=best,

@@ -2,7 +2,8 @@
 
 The counter (Volta and newer, mJ since the driver was loaded) moves only about every 100 ms, by tens of joules: a
 difference over one short request is mostly that step. So a thread samples it all the time and keeps the moments at
-which it moved (its edges); a window's energy is taken from edge to edge, and only over at least `MIN_WINDOW_S`.
+which it moved (its edges); a window's energy is taken from edge to edge, and reported only over at least `MIN_WINDOW_S`
+together.
 Power readings integrated over the same window must agree. This is the only reader of energy in the repository.
 
 Units: seconds of the caller's clock (`_s`), joules (`_j`), watts (`_w`), degrees Celsius (`_c`).
@@ -21,6 +22,8 @@ import numpy as np
 from pydantic import BaseModel
 
 MIN_WINDOW_S = 10.0
+MIN_PIECE_S = 3.0
+"""Windows of one label in several servers' lives are pooled to `MIN_WINDOW_S`; each must span many counter steps."""
 FAST_PERIOD_S = 0.01
 SLOW_EVERY = 10
 """Temperature, clock, reasons, memory and processes are read at every tenth sample of energy and power."""
@@ -32,7 +35,7 @@ class NoEnergy(ValueError):
 
 class SlowReading(BaseModel):
     """What changes slowly. `throttle` are NVML's clock event reasons, a bit mask; `processes` compute on the GPU
-    (None where a container may not see them)."""
+    and `strangers` of them are none of ours (None where a container may not see them or nobody keeps account)."""
 
     t_s: float
     temperature_c: int
@@ -40,6 +43,7 @@ class SlowReading(BaseModel):
     throttle: int
     memory_gib: float
     processes: int | None
+    strangers: int | None = None
 
 
 class Readings(BaseModel):
@@ -68,7 +72,12 @@ class Quantum:
 
 
 class Gpu:
-    """One GPU through pynvml. Raises NoEnergy where there is none or its counter is not supported."""
+    """One GPU through pynvml. Raises NoEnergy where there is none or its counter is not supported.
+
+    Args:
+        ours: processes that may be on it (servers that wait or are measured); every other one is a
+            stranger; None where nobody keeps account.
+    """
 
     def __init__(self, index: int = 0, nvml: Any = None) -> None:
         if nvml is None:
@@ -76,6 +85,7 @@ class Gpu:
 
             nvml = pynvml
         self._nvml = nvml
+        self.ours: frozenset[int] | None = None
         try:
             nvml.nvmlInit()
             self._gpu = nvml.nvmlDeviceGetHandleByIndex(index)
@@ -90,19 +100,21 @@ class Gpu:
         return self._nvml.nvmlDeviceGetPowerUsage(self._gpu) / 1000
 
     def slow(self, t_s: float) -> SlowReading:
-        nvml, gpu = self._nvml, self._gpu
+        nvml, gpu, pids = self._nvml, self._gpu, self.pids()
         return SlowReading(
             t_s=t_s,
             temperature_c=nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
             sm_clock_mhz=nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
             throttle=nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu),
             memory_gib=nvml.nvmlDeviceGetMemoryInfo(gpu).used / 2**30,
-            processes=self._processes(),
+            processes=None if pids is None else len(pids),
+            strangers=None if pids is None or self.ours is None else len(pids - self.ours),
         )
 
-    def _processes(self) -> int | None:
+    def pids(self) -> frozenset[int] | None:
+        """Processes that compute on the GPU, by the ids that NVML gives them; None if it may not say."""
         try:
-            return len(self._nvml.nvmlDeviceGetComputeRunningProcesses(self._gpu))
+            return frozenset(p.pid for p in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._gpu))
         except self._nvml.NVMLError:
             return None
 

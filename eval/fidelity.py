@@ -142,8 +142,14 @@ def measure(folder: Path, limit: int) -> list[Parting]:
         if r.datapoint.role == "open"
         for q in r.requests
     }
-    texts = {a.key: a.text for phase in range(len(records[0].config.phases)) for a in asks(records[0].config, phase, 0)}
-    models = resolve_models(records[0].config)
+    config = records[0].config
+    texts = {
+        ask.key: ask.text
+        for part in config.parts
+        for phase in range(len(config.phases_of(part)))
+        for ask in asks(config, part, phase, 0)
+    }
+    models = resolve_models(config)
     judge: Judge | None = None
     found: list[Parting] = []
     for record in records:

@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -90,6 +90,40 @@ class Phase(_Strict):
     variants: int = Field(default=1, ge=1)
 
 
+class Part(_Strict):
+    """What is measured in one go. A plain list in the configuration is its methods.
+
+    Args:
+        phases: in place of the configuration's. sglang: flags of the part's servers beside the configuration's.
+    """
+
+    methods: tuple[str, ...]
+    phases: tuple[Phase, ...] | None = None
+    sglang: tuple[str, ...] = ()
+
+
+class Assumptions(_Strict):
+    """What `--plan` reckons with; nothing of it reaches a figure.
+
+    Args:
+        start_s: one server's start on an idle machine. start_cpu_s: its processor seconds; `cores` share them.
+        server_gib: GPU memory of a waiting server.
+        answer_tokens: mean length of an answer.
+        tok_per_s: of plain decoding, all requests together, by concurrency (the nearest below counts).
+        fastest: the quickest method over plain: its energy window is the shortest.
+        stop_s: until a stopped server has left the GPU.
+    """
+
+    start_s: float = Field(default=60.0, ge=0)
+    start_cpu_s: float = Field(default=45.0, ge=0)
+    cores: int = Field(default=16, ge=1)
+    server_gib: float = Field(default=3.0, ge=0)
+    answer_tokens: float = Field(default=200.0, gt=0)
+    tok_per_s: dict[int, float] = {1: 100.0}
+    fastest: float = Field(default=2.0, ge=1)
+    stop_s: float = Field(default=2.0, ge=0)
+
+
 class ModelPaths(_Strict):
     """The user's own models."""
 
@@ -105,6 +139,8 @@ class Config(_Strict):
     Args:
         parts: names of methods, by part; the baseline brackets each and needs no mention (where it has one, it
             is measured between the brackets like any method: an A/A test).
+        start_ahead: servers that are started side by side before the first of them is measured (all of one
+            repetition at most). While one is measured the others wait idle, and none starts.
         per_category: prompts of each category, None for all three.
         tokens: length of an answer at most. ignore_eos: go on past the natural end (flatters drafting).
         idle_s: idle power is read for so long before warming up. prefill_s: one-token requests for so long
@@ -112,11 +148,12 @@ class Config(_Strict):
         gpu: NVML's index; None measures no energy even where there is a GPU.
         trace: write gears and entropies of each cycle (costs a little time of gated methods alone).
         sglang: further flags of every server. env: further environment of every server.
+        assume: what `--plan` reckons with.
     """
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")
     models: Literal["demo"] | ModelPaths = "demo"
-    parts: dict[str, tuple[str, ...]] = Field(min_length=1)
+    parts: dict[str, Part] = Field(min_length=1)
     repetitions: int = Field(default=1, ge=1)
     seed: int = 469507
     categories: tuple[str, ...] = CATEGORIES
@@ -131,15 +168,24 @@ class Config(_Strict):
     trace: bool = False
     sglang: tuple[str, ...] = ()
     env: dict[str, str] = {}
+    start_ahead: int = Field(default=1, ge=1)
+    assume: Assumptions = Assumptions()
+
+    @field_validator("parts", mode="before")
+    @classmethod
+    def _plain_lists(cls, parts: Any) -> Any:
+        if not isinstance(parts, dict):
+            return parts
+        return {name: {"methods": part} if isinstance(part, (list, tuple)) else part for name, part in parts.items()}
 
     @field_validator("parts")
     @classmethod
-    def _known_methods(cls, parts: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-        for part, names in parts.items():
-            for name in names:
+    def _known_methods(cls, parts: dict[str, Part]) -> dict[str, Part]:
+        for part, its in parts.items():
+            for name in its.methods:
                 if name not in METHODS:
                     raise ValueError(f"part {part} names {name!r}; known are {', '.join(METHODS)}")
-            if not names or len(set(names)) != len(names):
+            if not its.methods or len(set(its.methods)) != len(its.methods):
                 raise ValueError(f"part {part} must name each of its methods once")
         return parts
 
@@ -147,12 +193,19 @@ class Config(_Strict):
     def _check(self) -> Self:
         if unknown := set(self.categories) - set(CATEGORIES):
             raise ValueError(f"unknown categories {sorted(unknown)}; known are {', '.join(CATEGORIES)}")
-        if (forms := sum(phase.variants for phase in self.phases)) > len(SUFFIXES):
-            raise ValueError(f"phases want {forms} forms of each prompt; there are {len(SUFFIXES)}")
+        for part in self.parts:
+            if (forms := sum(phase.variants for phase in self.phases_of(part))) > len(SUFFIXES):
+                raise ValueError(f"phases want {forms} forms of each prompt; there are {len(SUFFIXES)}")
         return self
 
+    def phases_of(self, part: str) -> tuple[Phase, ...]:
+        own = self.parts[part].phases
+        return self.phases if own is None else own
+
     def digest(self) -> str:
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
+        """Of what is measured and how; not of how many servers wait meanwhile or what the plan reckons with."""
+        text = self.model_dump_json(exclude={"start_ahead", "assume"})
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class Datapoint(_Strict):
@@ -198,12 +251,14 @@ def load_config(name_or_path: str) -> Config:
         raise ConfigProblem(f"{path}: {first_error(error)}") from None
 
 
-def datapoints(config: Config, parts: Iterable[str] | None = None) -> list[Datapoint]:
+def datapoints(
+    config: Config, parts: Iterable[str] | None = None, repetitions: Iterable[int] | None = None
+) -> list[Datapoint]:
     """Per part and repetition: the baseline, the methods shuffled by the stored seed, the baseline again."""
     plan = []
     for part in config.parts if parts is None else parts:
-        for repetition in range(config.repetitions):
-            names = list(config.parts[part])
+        for repetition in range(config.repetitions) if repetitions is None else repetitions:
+            names = list(config.parts[part].methods)
             random.Random(f"{config.seed}/{part}/{repetition}").shuffle(names)
             servers = [("open", PLAIN.name), *(("method", name) for name in names), ("close", PLAIN.name)]
             plan += [
@@ -213,17 +268,31 @@ def datapoints(config: Config, parts: Iterable[str] | None = None) -> list[Datap
     return plan
 
 
-def asks(config: Config, phase: int, repetition: int) -> list[Ask]:
-    """The requests of a phase, in their order: the same for all methods of a repetition."""
+def windows(config: Config, points: Iterable[Datapoint]) -> list[list[Datapoint]]:
+    """Servers that are started side by side, in the order of the plan: at most `start_ahead`, of one repetition."""
+    found: list[list[Datapoint]] = []
+    for point in points:
+        last = found[-1] if found else []
+        same = bool(last) and (last[-1].part, last[-1].repetition) == (point.part, point.repetition)
+        if same and len(last) < config.start_ahead:
+            last.append(point)
+        else:
+            found.append([point])
+    return found
+
+
+def asks(config: Config, part: str, phase: int, repetition: int) -> list[Ask]:
+    """The requests of a part's phase, in their order: the same for all methods of a repetition."""
     prompts = [
         prompt
         for category in config.categories
         for prompt in timed_prompts([category])[: config.per_category]
     ]  # fmt: skip
-    first = sum(p.variants for p in config.phases[:phase])
+    phases = config.phases_of(part)
+    first = sum(p.variants for p in phases[:phase])
     every = [
         Ask(f"{prompt.id}/{variant}", prompt, f"{prompt.text} {SUFFIXES[variant]}".strip())
-        for variant in range(first, first + config.phases[phase].variants)
+        for variant in range(first, first + phases[phase].variants)
         for prompt in prompts
     ]
     turn = ROTATION * repetition % len(every)

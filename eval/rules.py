@@ -12,6 +12,8 @@ import numpy as np
 from pydantic import BaseModel
 
 from sdsie_sglang.eval.energy import (
+    MIN_PIECE_S,
+    MIN_WINDOW_S,
     NoEnergy,
     Readings,
     integrated_power_j,
@@ -155,18 +157,31 @@ def throttled(record: Record) -> list[Flag]:
 
 
 def other_tenants(record: Record) -> list[Flag]:
-    """Somebody else used the GPU: before the server started, or a process that came while it was timed."""
+    """Somebody else used the GPU: before this server was measured, or while it was timed.
+
+    Our own servers that wait meanwhile are known (tenants.py); `record.before` counts what is none of them.
+    """
     flags = []
     if record.before is not None and (record.before["processes"] or record.before["memory_gib"] > MAX_FOREIGN_GIB):
-        text = f"{record.before['processes']:.0f} processes, {record.before['memory_gib']:.1f} GiB before the start"
+        text = f"{record.before['processes']:.0f} processes, {record.before['memory_gib']:.1f} GiB of others before it"
         flags.append(_flag("other_tenants", record, text))
     readings = [r for s in record.phases for r in _slow(record, s.start_s, s.end_s)]
     if readings:
-        counts = [r.processes or 0 for r in readings]
-        at_first = (_slow(record, 0.0, record.phases[0].start_s) or readings)[0].processes or 0
-        if max(counts) > at_first:
-            flags.append(_flag("other_tenants", record, f"{max(counts) - at_first} more processes while it was timed"))
+        first = (_slow(record, 0.0, record.phases[0].start_s) or readings)[0]
+        more = max(max((r.processes or 0) - (first.processes or 0), r.strangers or 0) for r in readings)
+        grown_gib = max(r.memory_gib for r in readings) - first.memory_gib
+        if more > 0:
+            flags.append(_flag("other_tenants", record, f"{more} more processes while it was timed"))
+        elif grown_gib > MAX_FOREIGN_GIB:
+            flags.append(_flag("other_tenants", record, f"{grown_gib:.1f} GiB more in use while it was timed"))
     return flags
+
+
+def short_pool(seconds: float) -> str | None:
+    """All windows of a label together are too short for energy."""
+    if seconds >= MIN_WINDOW_S:
+        return None
+    return f"its windows last {seconds:.1f} s together, less than {MIN_WINDOW_S:.0f} s; no energy is reported"
 
 
 def _slow(record: Record, start_s: float, end_s: float) -> list[Any]:
@@ -177,13 +192,13 @@ def _slow(record: Record, start_s: float, end_s: float) -> list[Any]:
 
 
 def energy_rules(record: Record) -> list[Flag]:
-    """Window too short, counter silent, or counter and integrated power apart."""
+    """Window too short to be pooled, counter silent, or counter and integrated power apart."""
     if record.readings is None:
         return []
     flags = []
     for phase, stretch in enumerate(record.phases):
         try:
-            counter = window_energy_j(record.readings, stretch.start_s, stretch.end_s)
+            counter = window_energy_j(record.readings, stretch.start_s, stretch.end_s, MIN_PIECE_S)
             power = integrated_power_j(record.readings, stretch.start_s, stretch.end_s)
         except NoEnergy as error:
             flags.append(_flag("no_energy", record, f"phase {phase}: {error}; no energy is reported"))

@@ -1,20 +1,24 @@
 """The ruler: one fresh server a method and repetition, bracketed by plain decoding, measured into records.
 
-    python -m sdsie_sglang.eval.run short --part draft
+    python -m sdsie_sglang.eval.run short --part one --plan
+    python -m sdsie_sglang.eval.run short --part one
     python -m sdsie_sglang.eval.run my-models.yaml --out eval/results/ruler/my-models
 
 CONFIG is a preset (smoke, short, full, batch) or a YAML file. An interrupted run goes on where it stopped; records
-are never overwritten. A failed request or a wrong server ends the run with exit code 1.
+are never overwritten. A failed request or a wrong server ends the run with exit code 1. Where the configuration
+says so (`start_ahead`), servers start side by side, and then wait idle until it is their turn.
 """
 
 import argparse
 import datetime
 import json
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +28,29 @@ from sdsie_sglang.demo import DemoError
 from sdsie_sglang.eval import headline, machine, record, rules
 from sdsie_sglang.eval.chat import chat_ids, decode
 from sdsie_sglang.eval.checkpoints_check import checkpoint_problems, prompt_problems
-from sdsie_sglang.eval.energy import Gpu, NoEnergy, Recorder, SlowReading
+from sdsie_sglang.eval.energy import Gpu, NoEnergy, Recorder
+from sdsie_sglang.eval.fleet import Fleet, Start
 from sdsie_sglang.eval.load import RequestFailed, prefill_only, run_phase, warm_up
 from sdsie_sglang.eval.methods import METHODS, MethodError, Models
-from sdsie_sglang.eval.plan import Config, ConfigProblem, Datapoint, asks, datapoints, load_config, resolve_models
+from sdsie_sglang.eval.plan import (
+    Config,
+    ConfigProblem,
+    Datapoint,
+    asks,
+    datapoints,
+    load_config,
+    resolve_models,
+    windows,
+)
 from sdsie_sglang.eval.prompts import warmup_prompts
 from sdsie_sglang.eval.record import Record, Stretch
+from sdsie_sglang.eval.run_plan import plan_text
 from sdsie_sglang.eval.server import Server, ServerFailed
+from sdsie_sglang.eval.tenants import Tenants
 
 RESULTS = headline.ROOT / "eval" / "results" / "ruler"
-EVERY_SERVER = ["--disable-radix-cache"]
-FREE_TIMEOUT_S = 15.0
+EVERY_SERVER = ["--disable-radix-cache", "--sleep-on-idle"]
+"""A scheduler without requests would poll all the time: one core for each server that waits."""
 SETTLE_S = 0.3
 """Between stretches, so that an edge of the energy counter lies on each side of each."""
 
@@ -51,32 +67,49 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("config")
     parser.add_argument("--part", action="append", help="measure only this part (may be repeated)")
+    parser.add_argument("--repetition", action="append", type=int, help="only this one, from 0 (may be repeated)")
+    parser.add_argument("--start-ahead", type=int, help="servers started side by side; default: the configuration's")
     parser.add_argument("--out", type=Path, help=f"default: {RESULTS.relative_to(headline.ROOT)}/NAME")
-    parser.add_argument("--plan", action="store_true", help="print what would be measured, and stop")
+    parser.add_argument("--plan", action="store_true", help="print what would be measured and how long, and stop")
     args = parser.parse_args(argv)
     try:
         config = load_config(args.config)
         if unknown := set(args.part or ()) - set(config.parts):
             raise ConfigProblem(f"no part {sorted(unknown)}; there are {', '.join(config.parts)}")
-        points = datapoints(config, args.part)
+        if unknown_repetitions := set(args.repetition or ()) - set(range(config.repetitions)):
+            raise ConfigProblem(f"no repetition {sorted(unknown_repetitions)}; they are 0 to {config.repetitions - 1}")
+        if args.start_ahead is not None:
+            if args.start_ahead < 1:
+                raise ConfigProblem("--start-ahead must be 1 or more")
+            config = config.model_copy(update={"start_ahead": args.start_ahead})
+        points = datapoints(config, args.part, args.repetition)
         folder = args.out or RESULTS / config.name
         if args.plan:
-            return show_plan(config, points, folder)
-        run(config, points, folder)
+            print(plan_text(config, points, folder))
+            return 0
+        with ends_on_sigterm():
+            run(config, points, folder)
+    except KeyboardInterrupt:
+        print("ruler: interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
     except (ConfigProblem, MethodError, Refused, RequestFailed, ServerFailed, DemoError, record.Damaged) as error:
         print(f"ruler: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def show_plan(config: Config, points: Sequence[Datapoint], folder: Path) -> int:
-    for point in points:
-        state = "done" if point.path(folder).exists() else "to do"
-        print(f"{state:6s} {point.path(folder)}")
-    print(
-        f"{len(points)} servers, each with {sum(len(asks(config, p, 0)) for p in range(len(config.phases)))} requests"
-    )
-    return 0
+@contextmanager
+def ends_on_sigterm() -> Iterator[None]:
+    """Makes SIGTERM what Ctrl-C is, so that it leaves no server behind either."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def run(config: Config, points: Sequence[Datapoint], folder: Path) -> None:
@@ -89,14 +122,14 @@ def run(config: Config, points: Sequence[Datapoint], folder: Path) -> None:
         raise Refused(problem)
     this_run = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
     todo = [point for point in points if not _is_done(point, config, folder)]
-    each = sum(len(asks(config, phase, 0)) for phase in range(len(config.phases)))
-    with tqdm(total=len(points) * each, initial=(len(points) - len(todo)) * each, unit="request") as bar:
-        for point in todo:
-            bar.set_description(f"{point.part} {point.repetition} {point.method}")
-            done = measure(config, point, models, this_run, bar.update)
-            record.write(done, point.path(folder))
-            for flag in rules.record_flags(done):
-                bar.write(f"  {flag.rule}: {flag.about}: {flag.text}")
+    requests = {point: _requests(config, point) for point in points}
+    gpu, failed = open_gpu(config), []
+    with tqdm(total=sum(requests.values()), unit="request") as bar:
+        bar.update(sum(requests.values()) - sum(requests[point] for point in todo))
+        for window in windows(config, todo):
+            failed += measure_window(config, window, models, gpu, this_run, folder, bar)
+    if failed:
+        raise ServerFailed("not measured, because they did not start: " + "; ".join(failed))
     print(f"records: {folder}; next: python -m sdsie_sglang.eval.report {folder}")
 
 
@@ -136,41 +169,91 @@ def open_gpu(config: Config) -> Gpu | None:
         raise Refused(f"{error}; set gpu: null to measure without energy") from None
 
 
-def wait_until_free(gpu: Gpu, clock: Any) -> SlowReading:
-    """The GPU's state once the last server has left it, or after `FREE_TIMEOUT_S` (rules.other_tenants says so)."""
-    end = clock() + FREE_TIMEOUT_S
-    while True:
-        state = gpu.slow(clock())
-        if (not state.processes and state.memory_gib <= rules.MAX_FOREIGN_GIB) or clock() > end:
-            return state
-        time.sleep(0.5)
+def measure_window(
+    config: Config, window: Sequence[Datapoint], models: Models, gpu: Gpu | None, this_run: str, folder: Path, bar: Any
+) -> list[str]:
+    """Starts all servers of a window, then measures and ends one after another; which did not start, and why.
+
+    Raises ServerFailed or RequestFailed; then what was measured so far has its records.
+    """
+    tenants = Tenants(gpu) if gpu is not None else None
+    if tenants is not None:
+        tenants.wait_until_free()
+    traces = [Path(tempfile.mkdtemp(prefix="sdsie-ruler-")) / "cycles.jsonl" for _ in window]
+    commands = [arguments_of(config, point, models, trace) for point, trace in zip(window, traces, strict=True)]
+    starts = [
+        Start(str(point.path(Path())), tuple(arguments), must=point.role != "method")
+        for point, arguments in zip(window, commands, strict=True)
+    ]
+    with Fleet(starts, config.env) as fleet:
+        servers = fleet.ready(lambda up: bar.set_description(f"starting {len(window)} servers, {up} are up"))
+        if tenants is not None:
+            tenants.started(len(servers), fleet.process_ids())
+        for number, server in servers.items():
+            point = window[number]
+            bar.set_description(f"{point.part} {point.repetition} {point.method}")
+            before = None
+            if tenants is not None:
+                before = {**tenants.others(), "waiting": float(fleet.waiting() - 1)}
+
+            def end(number: int = number) -> None:
+                fleet.end(number, gently=config.trace)
+
+            if not server.is_up():
+                raise ServerFailed(f"{point.method}: the server does not answer any more:\n{server.log_tail()}")
+            done = measure(
+                config, point, models, server, commands[number], this_run, gpu=gpu, before=before, on_done=bar.update,
+                end=partial(tenants.ended, end) if tenants is not None else end, trace=traces[number],
+            )  # fmt: skip
+            record.write(done, point.path(folder))
+            for flag in rules.record_flags(done):
+                bar.write(f"  {flag.rule}: {flag.about}: {flag.text}")
+        return list(fleet.failed.values())
 
 
-def measure(config: Config, point: Datapoint, models: Models, this_run: str, on_done: Any = lambda: None) -> Record:
-    """One datapoint. Raises ServerFailed or RequestFailed; then there is no record."""
-    method, gpu = METHODS[point.method], open_gpu(config)
+def arguments_of(config: Config, point: Datapoint, models: Models, trace: Path) -> list[str]:
+    """A datapoint's server's."""
+    method = METHODS[point.method]
+    arguments = [*method.arguments(models), *EVERY_SERVER, *config.sglang, *config.parts[point.part].sglang]
+    if config.trace and method.policy is not None:
+        arguments += ["--sdsie-trace", str(trace)]
+    return arguments
+
+
+def _requests(config: Config, point: Datapoint) -> int:
+    return sum(len(asks(config, point.part, phase, 0)) for phase in range(len(config.phases_of(point.part))))
+
+
+def measure(
+    config: Config,
+    point: Datapoint,
+    models: Models,
+    server: Server,
+    arguments: Sequence[str],
+    this_run: str,
+    *,
+    gpu: Gpu | None,
+    before: dict[str, float] | None,
+    end: Callable[[], None],
+    trace: Path,
+    on_done: Callable[[], Any] = lambda: None,
+) -> Record:
+    """One datapoint on a server that nobody has used; `end` ends it. Raises ServerFailed or RequestFailed."""
+    method = METHODS[point.method]
+    phases = config.phases_of(point.part)
     zero = time.perf_counter()
 
     def clock() -> float:
         return time.perf_counter() - zero
 
-    before = None
-    if gpu is not None:
-        state = wait_until_free(gpu, clock)
-        before = {"memory_gib": state.memory_gib, "processes": float(state.processes or 0)}
-    trace = Path(tempfile.mkdtemp(prefix="sdsie-ruler-")) / "cycles.jsonl"
-    arguments = [*method.arguments(models), *EVERY_SERVER, *config.sglang]
-    if config.trace and method.policy is not None:
-        arguments += ["--sdsie-trace", str(trace)]
     warm = [(prompt.id, chat_ids(models.target, prompt.text)) for prompt in warmup_prompts()]
     work = [
-        [(ask, chat_ids(models.target, ask.text)) for ask in asks(config, phase, point.repetition)]
-        for phase in range(len(config.phases))
+        [(ask, chat_ids(models.target, ask.text)) for ask in asks(config, point.part, phase, point.repetition)]
+        for phase in range(len(phases))
     ]
     if rules.doubled_start([ids for items in work for _, ids in items]):
         raise Refused(f"prompts for {models.target} begin with two start tokens: its chat template is used wrongly")
     with ExitStack() as stack:
-        server = stack.enter_context(Server.start(arguments, env=config.env))
         info = server.info()
         if wrong := method.mismatches(info, models):
             raise ServerFailed(f"{point.method}: not the server it should be: {'; '.join(wrong)}")
@@ -180,7 +263,7 @@ def measure(config: Config, point: Datapoint, models: Models, this_run: str, on_
         gauge = rules.gauge_of(readings) if readings is not None else None
         warm_readings, warm_settled = warm_up(server, warm, config.warm_up, gauge, clock)
         requests, stretches = [], []
-        for number, (phase, items) in enumerate(zip(config.phases, work, strict=True)):
+        for number, (phase, items) in enumerate(zip(phases, work, strict=True)):
             time.sleep(SETTLE_S)
             started = clock()
             requests += run_phase(
@@ -196,7 +279,7 @@ def measure(config: Config, point: Datapoint, models: Models, this_run: str, on_
             prefill = Stretch(start_s=started, end_s=clock())
             time.sleep(SETTLE_S)
         live = server.info()["internal_states"][0].get("sdsie")
-        startup_s = server.startup_s
+    end()
     return Record(
         datapoint=point,
         config=config,
@@ -208,7 +291,7 @@ def measure(config: Config, point: Datapoint, models: Models, this_run: str, on_
         command=["python", "-m", "sdsie_sglang.launch_server", *map(record.portable, arguments)],
         server_info=_plain_values(info),
         live=live,
-        startup_s=startup_s,
+        startup_s=server.startup_s,
         before=before,
         idle=idle,
         warm_up=warm_readings,

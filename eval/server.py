@@ -5,8 +5,10 @@ with Server.start(["--model-path", target, ...]) as server:
 """
 
 import contextlib
+import ctypes
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -18,12 +20,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import psutil
 import requests
 
 from sdsie_sglang.patches.internal_state import encode_update
 
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 30.0
+GONE_TIMEOUT_S = 5.0
+FIXED_PORTS = range(12000, 20000)
+"""Below what systems hand out by themselves: servers that start side by side bind theirs a minute later."""
+_PR_SET_PDEATHSIG = 1
 
 
 class ServerFailed(RuntimeError):
@@ -34,6 +41,26 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def fixed_ports(count: int) -> list[int]:
+    """Different ports, free now and not handed out to anyone else by the system meanwhile."""
+    found: list[int] = []
+    for port in random.sample(FIXED_PORTS, len(FIXED_PORTS)):
+        if len(found) == count:
+            return found
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            found.append(port)
+    raise ServerFailed(f"fewer than {count} ports are free in {FIXED_PORTS}")
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    """To run in a new process: it is killed when the thread that started it ends, however that ends (Linux)."""
+    if sys.platform != "linux":
+        return None
+    prctl = ctypes.CDLL(None).prctl
+    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Server:
@@ -50,6 +77,46 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
         self.startup_s = startup_s
+        self._launched = time.monotonic()
+
+    @classmethod
+    def launch(
+        cls,
+        arguments: Sequence[str],
+        *,
+        module: str = "sdsie_sglang.launch_server",
+        env: dict[str, str] | None = None,
+        log: Path | None = None,
+        port: int | None = None,
+        die_with_parent: bool = False,
+    ) -> Self:
+        """Launches `python -m module arguments` and returns at once: ask `is_up` until it is.
+
+        Args:
+            die_with_parent: kill it should the calling thread end without stopping it.
+        """
+        port = free_port() if port is None else port
+        if log is None:
+            log = Path(tempfile.mkstemp(prefix="sdsie-server-", suffix=".log")[1])
+        command = [sys.executable, "-m", module, "--host", "127.0.0.1", "--port", str(port), *arguments]
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+                env={**os.environ, **(env or {})}, preexec_fn=_die_with_parent() if die_with_parent else None,
+            )  # fmt: skip
+        return cls(process, port, log, 0.0)
+
+    def is_up(self, timeout_s: float = START_TIMEOUT_S) -> bool:
+        """Whether it is healthy by now. Raises ServerFailed: it exited, or takes too long."""
+        waited_s = time.monotonic() - self._launched
+        if self._is_healthy():
+            self.startup_s = self.startup_s or waited_s
+            return True
+        if self.process.poll() is not None:
+            raise ServerFailed(f"the server exited with {self.process.returncode}:\n{self.log_tail()}")
+        if waited_s > timeout_s:
+            raise ServerFailed(f"the server was not healthy in {timeout_s:.0f} s:\n{self.log_tail()}")
+        return False
 
     @classmethod
     def start(
@@ -70,31 +137,15 @@ class Server:
         Raises:
             ServerFailed: it exited or was not healthy in time; the message ends with its log's tail.
         """
-        port = free_port()
-        if log is None:
-            log = Path(tempfile.mkstemp(prefix="sdsie-server-", suffix=".log")[1])
-        command = [sys.executable, "-m", module, "--host", "127.0.0.1", "--port", str(port), *arguments]
-        started = time.monotonic()
-        with log.open("wb") as out:
-            process = subprocess.Popen(
-                command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
-                env={**os.environ, **(env or {})},
-            )  # fmt: skip
-        server = cls(process, port, log, 0.0)
+        server = cls.launch(arguments, module=module, env=env, log=log)
         try:
-            while not server._is_healthy():
-                waited_s = time.monotonic() - started
-                if process.poll() is not None:
-                    raise ServerFailed(f"the server exited with {process.returncode}:\n{server.log_tail()}")
-                if waited_s > timeout_s:
-                    raise ServerFailed(f"the server was not healthy in {timeout_s:.0f} s:\n{server.log_tail()}")
+            while not server.is_up(timeout_s):
                 if on_wait is not None:
-                    on_wait(waited_s, server.log_tail(1))
+                    on_wait(time.monotonic() - server._launched, server.log_tail(1))
                 time.sleep(1.0)
         except BaseException:
             server.stop()
             raise
-        server.startup_s = time.monotonic() - started
         return server
 
     def __enter__(self) -> Self:
@@ -107,14 +158,38 @@ class Server:
 
     def stop(self) -> None:
         """Ends the server and every process it started."""
-        for how, patience_s in ((signal.SIGTERM, STOP_TIMEOUT_S), (signal.SIGKILL, STOP_TIMEOUT_S)):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, how)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(patience_s)
+        self._signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_TIMEOUT_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends the server and every process it started, without letting it finish anything."""
+        self._signal(signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_TIMEOUT_S)
         # A child may outlive the leader of its group.
+        self._signal(signal.SIGKILL)
+        end = time.monotonic() + GONE_TIMEOUT_S
+        while self.process_ids() and time.monotonic() < end:
+            time.sleep(0.05)
+
+    def process_ids(self) -> set[int]:
+        """Of its group, zombies left out."""
+        found = set()
+        for process in psutil.process_iter(["status"]):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if os.getpgid(process.pid) == self.process.pid and process.info["status"] != psutil.STATUS_ZOMBIE:
+                    found.add(process.pid)
+        return found
+
+    def signal_kill(self) -> None:
+        """Asks the system to kill all of it, and does not wait."""
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+            os.killpg(self.process.pid, number)
 
     def log_tail(self, lines: int = 25) -> str:
         text = self.log.read_bytes().decode(errors="replace").strip()

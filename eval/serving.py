@@ -27,8 +27,8 @@ from sdsie_sglang.eval import headline, machine
 from sdsie_sglang.eval.chat import chat_ids
 from sdsie_sglang.eval.energy import NoEnergy, Readings, Recorder, integrated_power_j, window_energy_j
 from sdsie_sglang.eval.load import RequestFailed, warm_up
-from sdsie_sglang.eval.methods import METHODS, MethodError, Models
-from sdsie_sglang.eval.plan import SUFFIXES, Config, ConfigProblem, Phase, asks, load_config, resolve_models
+from sdsie_sglang.eval.methods import METHODS, PLAIN, MethodError, Models
+from sdsie_sglang.eval.plan import SUFFIXES, Config, ConfigProblem, Part, Phase, asks, load_config, resolve_models
 from sdsie_sglang.eval.prompts import warmup_prompts
 from sdsie_sglang.eval.record import Stretch, portable
 from sdsie_sglang.eval.rules import gauge_of
@@ -76,8 +76,9 @@ class Served(BaseModel):
 
 def write_prompts(config: Config, path: Path, requests: int) -> int:
     """The ruler's prompts as the benchmark's `openai` dataset; how many (no prompt is repeated to fill up)."""
-    every = config.model_copy(update={"phases": (Phase(concurrency=1, variants=len(SUFFIXES)),)})
-    chosen = asks(every, 0, 0)[:requests]
+    everything = Part(methods=(PLAIN.name,), phases=(Phase(concurrency=1, variants=len(SUFFIXES)),))
+    every = config.model_copy(update={"parts": {"all": everything}})
+    chosen = asks(every, "all", 0, 0)[:requests]
     lines = [
         {"messages": [{"role": "user", "content": ask.text}], "max_tokens": config.tokens, "temperature": 0.0}
         for ask in chosen

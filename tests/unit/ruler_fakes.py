@@ -21,6 +21,7 @@ class FakeGpu:
     Args:
         load_w: power at `reference_c` as a function of time; each degree above adds `leak` of it.
         noise: standard deviation of a power reading, as a share.
+        processes: how many unnamed processes compute on it, beside those of `pids`.
     """
 
     load_w: Callable[[float], float] = lambda t: 400.0
@@ -34,6 +35,8 @@ class FakeGpu:
     noise: float = 0.0
     throttle: int = 0
     processes: int = 1
+    pids: set[int] = field(default_factory=set)
+    memory_gib: float = 2.0
     now_s: float = 0.0
     energy_j: float = 0.0
     shown_j: float = 0.0
@@ -72,8 +75,10 @@ class FakeGpu:
             "nvmlDeviceGetTemperature": lambda gpu, sensor: round(self.temperature_c),
             "nvmlDeviceGetClockInfo": lambda gpu, kind: 1980,
             "nvmlDeviceGetCurrentClocksThrottleReasons": lambda gpu: self.throttle,
-            "nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(used=2 * 2**30),
-            "nvmlDeviceGetComputeRunningProcesses": lambda gpu: ["process"] * self.processes,
+            "nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(used=self.memory_gib * 2**30),
+            "nvmlDeviceGetComputeRunningProcesses": lambda gpu: [
+                SimpleNamespace(pid=pid) for pid in (*range(1, self.processes + 1), *self.pids)
+            ],
         }
         functions = {
             name: mock.create_autospec(getattr(pynvml, name), side_effect=answer) for name, answer in answers.items()

@@ -1,10 +1,11 @@
 """Plans and configurations: what follows from them, and what is refused."""
 
+import re
 from collections import Counter
 
 import pytest
 
-from sdsie_sglang.eval import plan
+from sdsie_sglang.eval import plan, run_plan
 from sdsie_sglang.eval.methods import METHODS, MethodError, Models
 from sdsie_sglang.eval.plan import Config, ConfigProblem, asks, datapoints, load_config
 from sdsie_sglang.eval.prompts import warmup_prompts
@@ -18,6 +19,7 @@ def test_presets_load_and_bracket_every_repetition(name):
     settings = load_config(name)
     points = datapoints(settings)
     for part, methods in settings.parts.items():
+        methods = methods.methods
         for repetition in range(settings.repetitions):
             its = [p for p in points if (p.part, p.repetition) == (part, repetition)]
             assert [its[0].role, its[-1].role] == ["open", "close"]
@@ -29,18 +31,60 @@ def test_presets_load_and_bracket_every_repetition(name):
 @pytest.mark.parametrize("name", PRESETS)
 def test_no_prompt_twice_in_a_servers_life(name):
     settings = load_config(name)
-    texts = Counter(ask.text for phase in range(len(settings.phases)) for ask in asks(settings, phase, 0))
-    assert set(texts.values()) == {1}
-    assert not set(texts) & {prompt.text for prompt in warmup_prompts()}
+    for part in settings.parts:
+        phases = range(len(settings.phases_of(part)))
+        texts = Counter(ask.text for phase in phases for ask in asks(settings, part, phase, 0))
+        assert set(texts.values()) == {1}
+        assert not set(texts) & {prompt.text for prompt in warmup_prompts()}
 
 
 def test_short_has_what_it_must_show():
     settings = load_config("short")
-    named = {method for methods in settings.parts.values() for method in methods}
-    assert {f"draft-k{k}" for k in (3, 5, 7)} <= named
-    assert {f"entropy-{p}" for p in ("tuned", "paper", "class")} <= named
-    assert {"eagle3-chain3", "eagle3-chain5", "eagle3-tree", "ngram-16", "plain"} <= named
-    assert [phase.concurrency for phase in settings.phases] == [1, 16]
+    one, sixteen = settings.parts["one"], settings.parts["sixteen"]
+    assert {f"draft-k{k}" for k in (3, 5, 7)} <= set(one.methods)
+    assert {f"entropy-{p}" for p in ("tuned", "paper", "class")} <= set(one.methods)
+    assert {"eagle3-chain3", "eagle3-tree", "ngram-16", "plain"} <= set(one.methods)
+    assert [phase.concurrency for phase in (*one.phases, *sixteen.phases)] == [1, 16]
+    assert settings.repetitions >= 2
+
+
+@pytest.mark.parametrize("part", ["one", "sixteen"])
+def test_a_part_of_short_fits_into_its_minutes_and_its_energy_windows(part, tmp_path):
+    settings = load_config("short")
+    text = run_plan.plan_text(settings, datapoints(settings, [part]), tmp_path)
+    assert float(re.search(r"about ([\d.]+) minutes", text)[1]) <= 8.5
+    assert "TOO SHORT" not in text
+
+
+def test_the_plan_counts_what_is_left_and_says_when_energy_windows_are_too_short(tmp_path):
+    settings = config(repetitions=2, tokens=10, start_ahead=2, assume={"start_s": 50, "start_cpu_s": 16, "cores": 16})
+    points = datapoints(settings)
+    points[0].path(tmp_path).parent.mkdir(parents=True)
+    points[0].path(tmp_path).touch()
+    text = run_plan.plan_text(settings, points, tmp_path)
+    assert "5 of 6 servers to do" in text
+    assert f"{52 + 52 + 51} s of starts, 2 side by side" in text  # 2 left of the first repetition, then 2 and 1
+    assert "TOO SHORT" in text
+
+
+def test_servers_start_side_by_side_within_a_repetition_only():
+    settings = config(repetitions=2, start_ahead=2)
+    sizes = [[p.position for p in window] for window in plan.windows(settings, datapoints(settings))]
+    assert sizes == [[0, 1], [2], [0, 1], [2]]
+    settings = config(repetitions=2, start_ahead=12)
+    assert [len(window) for window in plan.windows(settings, datapoints(settings))] == [3, 3]
+
+
+def test_how_many_start_ahead_is_not_part_of_what_is_measured():
+    assert config(start_ahead=5, assume={"cores": 2}).digest() == config().digest()
+
+
+def test_a_part_may_have_phases_and_flags_of_its_own():
+    part = {"methods": ["draft-k5"], "phases": [{"concurrency": 4, "variants": 2}], "sglang": ["--x"]}
+    settings = config(parts={"own": part, "all": ["draft-k5"]})
+    assert len(asks(settings, "own", 0, 0)) == 2 * len(asks(settings, "all", 0, 0))
+    assert settings.phases_of("all") == settings.phases
+    assert Config(**settings.model_dump()) == settings
 
 
 def test_order_is_shuffled_by_the_stored_seed():
@@ -53,7 +97,7 @@ def test_order_is_shuffled_by_the_stored_seed():
 
 def test_prompts_rotate_and_stay_the_same():
     settings = config(repetitions=2)
-    first, second = (asks(settings, 0, repetition) for repetition in (0, 1))
+    first, second = (asks(settings, "all", 0, repetition) for repetition in (0, 1))
     assert first[7:] + first[:7] == second
 
 

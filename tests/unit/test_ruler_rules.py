@@ -125,6 +125,22 @@ def test_other_tenants():
     record.before = None
     record.readings.slow[-20].processes += 1
     assert fired(rules.other_tenants(record)) == ["other_tenants"]
+    record.readings.slow[-20].processes -= 1
+    record.readings.slow[-20].memory_gib += 4
+    assert fired(rules.other_tenants(record)) == ["other_tenants"]
+
+
+def test_other_tenants_beside_our_waiting_servers():
+    gpu = FakeGpu(processes=0, pids={11, 12, 13})
+    lab = Lab(gpu)
+    lab.recorder._gpu.ours = frozenset({11, 12, 13})
+    lab.run(5)
+    timed = lab.run(5)
+    record = fake_record(readings=lab.readings, phases=[timed], before={"processes": 0, "memory_gib": 0, "waiting": 2})
+    assert not rules.other_tenants(record)
+    gpu.pids = {11, 12, 99}  # one of ours has gone, so that their number tells nothing
+    record.phases = [lab.run(5)]
+    assert fired(rules.other_tenants(record)) == ["other_tenants"]
 
 
 def test_counter_and_power_apart():

@@ -1,18 +1,19 @@
 """The runner on a fake server: brackets, resuming, refusing, failing."""
 
-import contextlib
 import json
+import signal
 import time
+from functools import partial
 
 import pytest
 
-from sdsie_sglang.eval import load, record, report, rules, run
+from sdsie_sglang.eval import load, record, report, rules, run, tenants
 from sdsie_sglang.eval.energy import Gpu, mean_power_w
 from sdsie_sglang.eval.methods import METHODS, Models
 from sdsie_sglang.eval.plan import Ask, WarmUp
 from sdsie_sglang.eval.prompts import timed_prompts
 from sdsie_sglang.eval.record import read_all
-from sdsie_sglang.eval.server import Server
+from sdsie_sglang.eval.server import Server, ServerFailed
 from tests.unit.ruler_fakes import FakeGpu, FakeServer
 
 CONFIG = """
@@ -28,23 +29,58 @@ gpu: null
 
 
 class FakeStart:
-    """In place of Server.start: remembers what was started and answers as its arguments say."""
+    """In place of Server.launch: remembers what was launched, what happened when, and answers as its arguments say."""
 
     def __init__(self):
         self.started: list[list[str]] = []
         self.servers: list[FakeServer] = []
+        self.events: list[tuple[str, int]] = []
         self.fail_at: int | None = None
+        self.refuse: str | None = None
+        self.interrupt_at: tuple[str, int] | None = None
         self.lie = False
 
-    @contextlib.contextmanager
-    def __call__(self, arguments, *, env):
-        self.started.append(arguments)
-        fails = self.fail_at == len(self.started)
-        server = FakeServer(finish="abort" if fails else "length")
+    def __call__(self, arguments, *, env, port, die_with_parent, module):
+        self.started.append(arguments[:-2])
+        assert arguments[-2] == "--nccl-port"
+        number = len(self.started)
+        server = FakeServer(finish="abort" if self.fail_at == number else "length")
         server.info = lambda: self.info(arguments)
-        server.startup_s = 1.0
+        server.startup_s = 0.0
+        server.is_up = lambda timeout_s=0.0: self.is_up(server, arguments, number)
+        server.process_ids = lambda: {number}
+        server.log_tail = lambda: "log"
+        for name in ("kill", "stop", "signal_kill"):
+            setattr(server, name, partial(self.note, name, number))
+        stream = server.stream
+
+        def counted(prompt, **sampling):
+            self.note("ask", number)
+            yield from stream(prompt, **sampling)
+
+        server.stream = counted
         self.servers.append(server)
-        yield server
+        self.note("launch", number)
+        return server
+
+    def note(self, what, number):
+        self.events.append((what, number))
+        if (what, number) == self.interrupt_at:
+            raise KeyboardInterrupt
+
+    def is_up(self, server, arguments, number):
+        if self.refuse in arguments:
+            raise ServerFailed("out of memory")
+        self.note("up", number)
+        server.startup_s = 1.0
+        return True
+
+    def first(self, what):
+        """Numbers of the servers by when it first happened to them."""
+        return list(dict.fromkeys(number for event, number in self.events if event == what))
+
+    def alive(self):
+        return set(self.first("launch")) - {number for event, number in self.events if event in ("kill", "stop")}
 
     def info(self, arguments):
         def value(flag):
@@ -64,7 +100,7 @@ class FakeStart:
 @pytest.fixture
 def start(monkeypatch):
     fake = FakeStart()
-    monkeypatch.setattr(Server, "start", fake)
+    monkeypatch.setattr(Server, "launch", fake)
     monkeypatch.setattr(run, "resolve_models", lambda config: Models("T", "D"))
     monkeypatch.setattr(run, "chat_ids", lambda model, text: list(text.encode()))
     monkeypatch.setattr(run, "decode", lambda model, ids: "")
@@ -92,7 +128,7 @@ def test_a_whole_run_then_nothing_left_to_do(start, config_path, tmp_path):
         timed = [bytes(ids) for ids in server.asked[3:]]
         assert len(set(timed)) == len(timed) == 6
         assert not set(timed) & {bytes(ids) for ids in server.asked[:3]}
-    assert records[0].command[-1] == "--disable-radix-cache"
+    assert records[0].command[-2:] == ["--disable-radix-cache", "--sleep-on-idle"]
     assert json.loads((out / "plan.json").read_text())["order"][0]["role"] == "open"
     assert run.main([config_path, "--out", str(out)]) == 0
     assert len(start.started) == 4
@@ -149,14 +185,111 @@ def test_records_do_not_say_where_this_machine_keeps_its_files(monkeypatch):
 def test_plan_only_prints(start, config_path, tmp_path, capsys):
     assert run.main([config_path, "--out", str(tmp_path / "out"), "--plan"]) == 0
     out = capsys.readouterr().out
-    assert out.count("to do") == 4
-    assert "4 servers, each with 6 requests" in out
+    assert out.count("to do  ") == 4
+    assert "4 servers to do, each with 6 requests" in out
     assert start.started == []
 
 
 def test_unknown_part(start, config_path, capsys):
     assert run.main([config_path, "--part", "nosuch"]) == 1
     assert "nosuch" in capsys.readouterr().err
+
+
+# -- servers that start side by side ----------------------------------------------------------------
+
+
+@pytest.fixture
+def ahead_path(tmp_path):
+    path = tmp_path / "ahead.yaml"
+    path.write_text(CONFIG + "start_ahead: 3\nrepetitions: 2\n")
+    return str(path)
+
+
+def test_no_start_goes_on_while_anything_is_measured(start, ahead_path, tmp_path):
+    assert run.main([ahead_path, "--out", str(tmp_path / "out")]) == 0
+    assert len(read_all(tmp_path / "out")) == 8
+    windows = [{1, 2, 3}, {4}, {5, 6, 7}, {8}]
+    for window in windows:
+        at = {what: [i for i, (w, n) in enumerate(start.events) if w == what and n in window] for what in ("up", "ask")}
+        launched = [i for i, (w, n) in enumerate(start.events) if w == "launch" and n in window]
+        assert max(launched) < min(at["up"])
+        first_ups = [start.events.index(("up", n)) for n in window]
+        assert max(first_ups) < min(at["ask"])
+        begun = [n for w, n in start.events[min(at["ask"]) : max(at["ask"])] if w == "launch"]
+        assert begun == []
+    assert start.alive() == set()
+
+
+def test_each_server_serves_one_datapoint_and_ends_before_the_next(start, ahead_path, tmp_path):
+    assert run.main([ahead_path, "--out", str(tmp_path / "out")]) == 0
+    busy = [n for w, n in start.events if w in ("ask", "kill") for _ in [0]]
+    assert [n for i, n in enumerate(busy) if i == 0 or busy[i - 1] != n] == list(range(1, 9))
+    assert all(len(server.asked) == 3 + 6 for server in start.servers)
+
+
+def test_one_method_that_does_not_start_is_missing_and_measured_later(start, ahead_path, tmp_path, capsys):
+    out = tmp_path / "out"
+    start.refuse = "NGRAM"
+    assert run.main([ahead_path, "--out", str(out), "--repetition", "0"]) == 1
+    assert "ngram-16.json: out of memory" in capsys.readouterr().err
+    assert [r.datapoint.method for r in read_all(out) if r.datapoint.role == "method"] == ["draft-k3"]
+    assert {r.datapoint.role for r in read_all(out)} == {"open", "method", "close"}
+    assert start.alive() == set()
+    start.refuse = None
+    assert run.main([ahead_path, "--out", str(out), "--repetition", "0"]) == 0
+    assert len(start.started) == 5
+    assert len(read_all(out)) == 4
+
+
+def test_without_a_bracket_nothing_is_measured(start, ahead_path, tmp_path):
+    start.refuse = "--sdsie-off"
+    assert run.main([ahead_path, "--out", str(tmp_path / "out")]) == 1
+    assert read_all(tmp_path / "out") == []
+    assert start.alive() == set()
+
+
+@pytest.mark.parametrize("when", [("launch", 2), ("up", 2), ("ask", 1), ("ask", 2), ("kill", 1)])
+def test_an_interrupt_leaves_no_server_and_the_run_goes_on_later(start, ahead_path, tmp_path, capsys, when):
+    out = tmp_path / "out"
+    start.interrupt_at = when
+    assert run.main([ahead_path, "--out", str(out)]) == 130
+    assert "interrupted" in capsys.readouterr().err
+    launched = set(start.first("launch"))
+    assert launched - {n for w, n in start.events if w in ("kill", "signal_kill")} <= {when[1]} & {2}
+    start.interrupt_at = None
+    assert run.main([ahead_path, "--out", str(out)]) == 0
+    assert len(read_all(out)) == 8
+
+
+def test_sigterm_is_an_interrupt_and_only_during_the_run():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), run.ends_on_sigterm():
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_start_ahead_can_be_chosen_for_a_run(start, config_path, tmp_path):
+    assert run.main([config_path, "--out", str(tmp_path / "out"), "--start-ahead", "4"]) == 0
+    assert start.events[:4] == [("launch", n) for n in (1, 2, 3, 4)]
+    assert run.main([config_path, "--out", str(tmp_path / "out"), "--start-ahead", "0"]) == 1
+
+
+def test_unknown_repetition(start, config_path, capsys):
+    assert run.main([config_path, "--repetition", "3"]) == 1
+    assert "no repetition [3]" in capsys.readouterr().err
+
+
+def test_a_server_that_died_while_it_waited_is_said(start, ahead_path, tmp_path, capsys, monkeypatch):
+    real = start.is_up
+    monkeypatch.setattr(
+        start,
+        "is_up",
+        lambda server, arguments, n: real(server, arguments, n) and (n != 2 or not start.servers[0].asked),
+    )
+    assert run.main([ahead_path, "--out", str(tmp_path / "out")]) == 1
+    assert "does not answer any more" in capsys.readouterr().err
+    assert len(read_all(tmp_path / "out")) == 1
+    assert start.alive() == set()
 
 
 # -- with a GPU ----------------------------------------------------------------------------------
@@ -179,13 +312,14 @@ class LiveGpu(FakeGpu):
 
 def test_readings_idle_and_prefill_are_recorded(start, tmp_path, monkeypatch):
     fake = LiveGpu(processes=0)
+    monkeypatch.setattr(tenants, "STEP_S", 0.0)
     monkeypatch.setattr(run, "open_gpu", lambda config: Gpu(0, fake.nvml()))
     path = tmp_path / "gpu.yaml"
     text = CONFIG.replace("gpu: null", "idle_s: 0.3\nprefill_s: 0.05").replace("min_s: 0,", "min_s: 0, max_s: 0.1,")
     path.write_text(text.replace("[draft-k3, ngram-16]", "[ngram-16]"))
     assert run.main([str(path), "--out", str(tmp_path / "out")]) == 0
     opened, *_ = read_all(tmp_path / "out")
-    assert opened.before == {"memory_gib": 2.0, "processes": 0.0}
+    assert opened.before == {"memory_gib": 2.0, "processes": 0.0, "waiting": 0.0}
     assert mean_power_w(opened.readings, opened.idle.start_s, opened.idle.end_s) == pytest.approx(400, rel=0.05)
     assert opened.idle.end_s - opened.idle.start_s >= 0.3
     assert opened.idle.end_s <= opened.warm_up[0].start_s < opened.phases[0].start_s < opened.prefill.start_s
@@ -194,12 +328,6 @@ def test_readings_idle_and_prefill_are_recorded(start, tmp_path, monkeypatch):
     assert opened.prefill_requests > 0
     assert len(opened.readings.energy_j) > 3
     assert "no_energy" in {flag.rule for flag in rules.record_flags(opened)}  # windows of milliseconds
-
-
-def test_a_busy_gpu_is_waited_for_and_then_recorded(monkeypatch):
-    monkeypatch.setattr(run, "FREE_TIMEOUT_S", 0.6)
-    waited = run.wait_until_free(Gpu(0, FakeGpu(processes=1).nvml()), time.perf_counter)
-    assert waited.processes == 1
 
 
 # -- requests ------------------------------------------------------------------------------------

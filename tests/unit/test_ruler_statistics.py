@@ -146,6 +146,29 @@ def test_a_category_has_no_energy_if_it_lasted_less_than_a_window():
     assert {c.energy for c in method.categories.values()} == {None}
 
 
+def test_energy_windows_are_pooled_over_repetitions():
+    """Windows of 8 s: too short alone, long enough as two."""
+    settings = config(repetitions=2)
+
+    def measured(repetitions):
+        cost = {"settings": settings, "tokens": 30}
+        gpus = {m: lambda w=w: FakeGpu(load_w=lambda t: w, leak=0.0) for m, w in (("plain", 400), ("draft-k5", 300))}
+        return [
+            fake_record(role, m, gpu=gpus[m](), repetition=r, accept=a, tok_per_s=100, **cost)
+            for r in range(repetitions)
+            for role, m, a in (("open", "plain", None), ("method", "draft-k5", 3), ("close", "plain", None))
+        ]
+
+    [part] = compare.summarise(measured(1)).parts
+    assert part.phases[0].methods[0].change.energy is None
+    assert "no_energy" in {flag.rule for flag in part.flags}
+    [part] = compare.summarise(measured(2)).parts
+    assert part.phases[0].methods[0].change.energy.value == pytest.approx(-0.25, rel=0.02)
+    assert part.phases[0].methods[0].j_per_token == pytest.approx(3.0, rel=0.02)
+    assert part.phases[0].baseline.j_per_token == pytest.approx(4.0, rel=0.02)
+    assert "no_energy" not in {flag.rule for flag in part.flags}
+
+
 def test_drift_between_brackets_is_flagged_and_a_a_notices():
     slow = fake_record("close", "plain", tok_per_s=94)
     summary = compare.summarise([fake_record("open", "plain"), slow, fake_record(tok_per_s=200, accept=3)])
