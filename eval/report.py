@@ -77,7 +77,7 @@ def part_blocks(part: PartSummary, records: Sequence[Record]) -> list[Block]:
         facts.append(
             f"The energy counter moves every {1000 * step.period_s:.0f} ms by {step.energy_j:.1f} J (medians over "
             f"{step.edges} steps), so that one request's own difference would be off by up to {step.energy_j:.0f} J; "
-            "only windows of 10 s and more are reported."
+            "only windows that last 10 s and more together are reported."
         )
     else:
         facts.append("No energy was measured.")
@@ -266,10 +266,10 @@ def method_blocks(records: Sequence[Record], summary: Summary) -> list[Block]:
         Heading("How this was measured"),
         Text(
             "Speed: output tokens of a request over its time, prefill included, paired by prompt with the mean of the "
-            "two brackets; geometric mean. Energy: NVML's total-energy counter over windows of at least 10 s, from "
-            "counter edge to counter edge, shared among the requests that ran. Intervals: bootstrap over prompts and "
-            "over repetitions (2000 draws). p: Wilcoxon's signed-rank test over prompts, Holm-corrected over a "
-            "table's methods."
+            "two brackets; geometric mean. Energy: NVML's total-energy counter over each phase, from counter edge to "
+            "counter edge, a method's phases together at least 10 s, shared among the requests that ran. Intervals: "
+            "bootstrap over prompts and over repetitions (2000 draws). p: Wilcoxon's signed-rank test over prompts, "
+            "Holm-corrected over a table's methods."
         ),
         Text(f"Python {records[0].machine['python']}, {packages}." if "python" in records[0].machine else packages),
         Code("\n".join(summary.commands)),

@@ -1,11 +1,13 @@
 """The report of a whole fake measurement: what it must say, that it needs no other file, and its quoted figures."""
 
+import json
 import random
 import re
+from functools import partial
 
 import pytest
 
-from sdsie_sglang.eval import record, report
+from sdsie_sglang.eval import headline, record, report
 from sdsie_sglang.eval.compare import summarise
 from sdsie_sglang.eval.fidelity import Parting
 from sdsie_sglang.eval.token_gears import Cycle, cycles_of, pieces
@@ -140,6 +142,30 @@ def test_quoted_figures(records, tmp_path):
     aa = found["aa_speed"]
     assert aa.low < aa.value < aa.high
     assert aa.value == pytest.approx(0.0, abs=0.02)
+
+
+def test_headline_figures_are_written_to_the_file(folder, tmp_path, monkeypatch, capsys):
+    written = tmp_path / "headline.json"
+    monkeypatch.setattr(report.headline, "update", partial(headline.update, path=written))
+    assert report.main([str(folder), "--headline"]) == 0
+    found = {f["name"]: f for f in json.loads(written.read_text())}
+    assert len(found) == 9
+    for name in ("k5", "entropy", "eagle3", "ngram"):
+        for figure in (found[f"{name}_over_plain_demo_bs1"], found[f"{name}_over_plain_demo_bs1_energy"]):
+            assert figure["low"] < figure["value"] < figure["high"]
+            assert figure["where"] == "1 x Fake GPU"
+    assert found["aa_speed"]["low"] < 0 < found["aa_speed"]["high"]
+
+
+def test_energy_of_a_whole_measurement_is_pooled_over_servers(records):
+    """J/token: all joules of a method's servers over all their tokens."""
+    [phase] = summarise(records).parts[0].phases
+    by_name = {m.method: m for m in phase.methods}
+    for name in ("draft-k5", "ngram-16", "plain"):
+        its = [r for r in records if (r.datapoint.role, r.datapoint.method) == ("method", name)]
+        tokens = sum(q.tokens for r in its for q in r.requests)
+        seconds = sum(r.phases[0].end_s - r.phases[0].start_s for r in its)
+        assert by_name[name].j_per_token == pytest.approx(METHODS[name][0] * seconds / tokens, rel=0.01)
 
 
 def test_nothing_is_quoted_from_a_machine_without_gpu(tmp_path):
