@@ -259,7 +259,9 @@ def measure(
             raise ServerFailed(f"{point.method}: not the server it should be: {'; '.join(wrong)}")
         recorder = stack.enter_context(Recorder(gpu, clock)) if gpu is not None else None
         readings = recorder.readings if recorder is not None else None
-        idle = _stretch(clock, lambda: time.sleep(config.idle_s)) if config.idle_s and gpu is not None else None
+        idle = None
+        if config.idle_s and gpu is not None and point.role == "open":  # later ones follow a busy server at once
+            idle = _stretch(clock, lambda: time.sleep(config.idle_s))
         gauge = rules.gauge_of(readings) if readings is not None else None
         warm_readings, warm_settled = warm_up(server, warm, config.warm_up, gauge, clock)
         requests, stretches = [], []

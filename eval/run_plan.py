@@ -25,14 +25,13 @@ def phase_s(config: Config, part: str, phase: int, speed_up: float = 1.0) -> flo
 
 
 def server_s(config: Config, part: str) -> float:
-    """A server's life once it is up: idle, warm-up, phases, prefill, its end."""
+    """A server's life once it is up: warm-up, phases, prefill, its end."""
     warm = config.warm_up
     reading_s = max(warm.reading_s, warm.tokens / config.assume.tok_per_s[min(config.assume.tok_per_s)])
     readings = warm.readings if config.gpu is not None else 1
     warm_s = max(warm.min_s, readings * WARM_UP_PROMPTS * reading_s)
     phases = range(len(config.phases_of(part)))
-    idle_s = config.idle_s if config.gpu is not None else 0.0
-    return idle_s + warm_s + sum(AROUND_PHASE_S + phase_s(config, part, p) for p in phases) + config.prefill_s + (
+    return warm_s + sum(AROUND_PHASE_S + phase_s(config, part, p) for p in phases) + config.prefill_s + (
         config.assume.stop_s
     )  # fmt: skip
 
@@ -48,7 +47,8 @@ def plan_text(config: Config, points: Sequence[Datapoint], folder: Path) -> str:
         tokens = requests * min(config.tokens, assume.answer_tokens)
         starts = [len(window) for window in windows(config, its)]
         starting_s = sum(start_s(n, assume) for n in starts)
-        part_s = starting_s + len(its) * server_s(config, part)
+        idle_s = sum(p.role == "open" for p in its) * (config.idle_s if config.gpu is not None else 0.0)
+        part_s = starting_s + idle_s + len(its) * server_s(config, part)
         total_s += part_s
         lines.append(
             f"part {part}: {len(its)} servers to do, each with {requests} requests of about "

@@ -318,7 +318,8 @@ def test_readings_idle_and_prefill_are_recorded(start, tmp_path, monkeypatch):
     text = CONFIG.replace("gpu: null", "idle_s: 0.3\nprefill_s: 0.05").replace("min_s: 0,", "min_s: 0, max_s: 0.1,")
     path.write_text(text.replace("[draft-k3, ngram-16]", "[ngram-16]"))
     assert run.main([str(path), "--out", str(tmp_path / "out")]) == 0
-    opened, *_ = read_all(tmp_path / "out")
+    opened, *later = read_all(tmp_path / "out")
+    assert [r.idle for r in later] == [None, None]
     assert opened.before == {"memory_gib": 2.0, "processes": 0.0, "waiting": 0.0}
     assert mean_power_w(opened.readings, opened.idle.start_s, opened.idle.end_s) == pytest.approx(400, rel=0.05)
     assert opened.idle.end_s - opened.idle.start_s >= 0.3
