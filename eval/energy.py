@@ -138,6 +138,7 @@ class Recorder:
         self._thread = threading.Thread(target=self._run, name="gpu-readings", daemon=True)
 
     def __enter__(self) -> Self:
+        self.sample()  # so that whoever asks at once is answered
         self._thread.start()
         return self
 

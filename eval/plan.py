@@ -143,8 +143,8 @@ class Config(_Strict):
             repetition at most). While one is measured the others wait idle, and none starts.
         per_category: prompts of each category, None for all three.
         tokens: length of an answer at most. ignore_eos: go on past the natural end (flatters drafting).
-        idle_s: idle power is read for so long before the opening baseline warms up. prefill_s: one-token requests for so long
-            after the timed ones, for the power of prefill; 0 leaves either out.
+        idle_s: idle power is read for so long before the opening baseline warms up. prefill_s: one-token
+            requests for so long after the timed ones, for the power of prefill; 0 leaves either out.
         gpu: NVML's index; None measures no energy even where there is a GPU.
         trace: write gears and entropies of each cycle (costs a little time of gated methods alone).
         sglang: further flags of every server. env: further environment of every server.
