@@ -1,6 +1,6 @@
 """Does a server do what the simulator says? The same policies on the same answers, in both.
 
-    python -m sdsie_sglang.eval.confirm OUT.json --costs COSTS.json [--limit 9] [--tokens 128]
+    python -m sdsie_sglang.eval.confirm OUT.json --cost-table COSTS.json [--limit 9] [--tokens 128]
 
 One server; each prompt is served in every policy, the policies' order turning from prompt to prompt, and its
 decode time is taken from the first streamed token to the last. Compared are the cycles in each gear, which must be
@@ -119,7 +119,14 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("out", type=Path)
-    parser.add_argument("--costs", type=Path, required=True, help="written by eval.calibrate on this machine")
+    parser.add_argument(
+        "--cost-table",
+        "--costs",
+        dest="costs",
+        type=Path,
+        required=True,
+        help="written by eval.calibrate on this machine",
+    )
     parser.add_argument("--traces", type=Path, default=TRACES)
     parser.add_argument("--url", help="a running server with the demo pair")
     parser.add_argument("--limit", type=int, help="only the first prompts")

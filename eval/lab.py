@@ -1,7 +1,7 @@
 """The policy laboratory: every policy on the traces of 27 answers, at the costs that one machine measured.
 
     python -m sdsie_sglang.eval.lab                      # costs of the gear record of one H200: gears 0 and 5
-    python -m sdsie_sglang.eval.lab --costs TABLE.json   # a table written by eval.calibrate
+    python -m sdsie_sglang.eval.lab --cost-table TABLE.json   # a table written by eval.calibrate
 
 Writes NAME.json, NAME.md and NAME.png. These are simulations: the gears are those a server would run, greedy at
 batch 1; the times are the cost table's.
@@ -249,7 +249,13 @@ def main() -> None:
     """Simulate, write, print."""
     parser = argparse.ArgumentParser(prog="python -m sdsie_sglang.eval.lab", description=__doc__)
     parser.add_argument("--traces", type=Path, default=TRACES)
-    parser.add_argument("--costs", type=Path, help="cost table (default: the H200's gear record, gears 0 and 5)")
+    parser.add_argument(
+        "--cost-table",
+        "--costs",
+        dest="costs",
+        type=Path,
+        help="cost table (default: the H200's gear record, gears 0 and 5)",
+    )
     parser.add_argument("--batch", type=int, default=1, help="whose costs to take; one request is simulated")
     parser.add_argument("--lag", type=int, choices=(1, 2), default=LAG, help="1 without overlap scheduling")
     parser.add_argument("--objective", choices=("time", "energy"), default="time")

@@ -1,8 +1,8 @@
 """Batch rules: how one gear serves a batch of unlike requests, and what a gear of their own would give at most.
 
-    python -m sdsie_sglang.eval.lab_batch --costs COSTS.json --sizes 4 16 64
+    python -m sdsie_sglang.eval.lab_batch --cost-table COSTS.json --sizes 4 16 64
 
-Without --costs: the H200's gear record, gears 0 and 5, batches up to 16. Writes NAME.json and NAME.md. Simulated.
+Without --cost-table: the H200's gear record, gears 0 and 5, batches up to 16. Writes NAME.json and NAME.md. Simulated.
 """
 
 import argparse
@@ -110,7 +110,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--traces", type=Path, default=TRACES)
-    parser.add_argument("--costs", type=Path)
+    parser.add_argument("--cost-table", "--costs", dest="costs", type=Path)
     parser.add_argument("--sizes", type=int, nargs="+", default=[4, 16])
     parser.add_argument("--preset", default="paper", help="thresholds of the entropy rules")
     parser.add_argument("--rounds", type=int, default=5, help="queues for each size")

@@ -1,6 +1,6 @@
 """What is a signal worth? The best gear for each value of a signal, found with hindsight on the same answers.
 
-    python -m sdsie_sglang.eval.signal_worth --costs COSTS.json
+    python -m sdsie_sglang.eval.signal_worth --cost-table COSTS.json
 
 A policy that knows only the signal cannot do better than the table found here for it (up to what coordinate ascent
 misses), so its gain over the best fixed K is the most that any gate on that signal can bring. The held-out figure,
@@ -136,7 +136,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--traces", type=Path, default=TRACES)
-    parser.add_argument("--costs", type=Path)
+    parser.add_argument("--cost-table", "--costs", dest="costs", type=Path)
     parser.add_argument("--batch", type=int, default=1, help="whose costs to take")
     parser.add_argument("--signals", nargs="+", choices=sorted(SIGNALS), default=["entropy", "accepted"])
     parser.add_argument("--folds", type=int, default=FOLDS)

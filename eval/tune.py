@@ -1,10 +1,10 @@
 """Searches an entropy policy's thresholds on traces: a grid, then Bayesian refinement; cross-validated by prompt.
 
-    python -m sdsie_sglang.eval.tune --costs COSTS.json --out SETTINGS.json
+    python -m sdsie_sglang.eval.tune --cost-table COSTS.json --out SETTINGS.json
     python -m sdsie_sglang.launch_server ... --sdsie-settings SETTINGS.json
 
 Writes SETTINGS.json (what the launcher reads), SETTINGS.report.json and SETTINGS.png, a heat map of the grid. Without
---costs it takes those of the H200's gear record, gears 0 and 5. The score is simulated tokens a second over all
+--cost-table it takes those of the H200's gear record, gears 0 and 5. The score is simulated tokens a second over all
 prompts; the figure to believe is the cross-validated one: thresholds found on some prompts, played on the others.
 """
 
@@ -184,7 +184,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--traces", type=Path, default=TRACES)
-    parser.add_argument("--costs", type=Path)
+    parser.add_argument("--cost-table", "--costs", dest="costs", type=Path)
     parser.add_argument("--batch", type=int, default=1, help="whose costs to take")
     parser.add_argument("--k", type=int, nargs="+", help="gears to try while engaged (default: all of the table)")
     parser.add_argument("--lag", type=int, choices=(1, 2), default=LAG)
