@@ -517,8 +517,8 @@ def fragment_kernel(
         if ticket == splits - 1:  # the last block to arrive adds the parts, always in this order
             for slot in tl.static_range(Q):
                 value = tl.zeros([T], tl.float32)
-                for s in range(splits):
-                    theirs = partial + s * (M * N) + places[slot * 3]
+                for part in range(splits):
+                    theirs = partial + part * (M * N) + places[slot * 3]
                     value += tl.load(theirs, mask=places[slot * 3 + 2], other=0.0, cache_modifier=".cg")
                 _store_y(y, bias, places[slot * 3], places[slot * 3 + 1], value, places[slot * 3 + 2], N,
                          HAS_BIAS, INTERPRET)  # fmt: skip
