@@ -1,7 +1,7 @@
 """Every hook of this project, in the order in which README.md lists them."""
 
 from sdsie_sglang.cpu_engine import is_enabled
-from sdsie_sglang.patches import cpu_packing, cpu_sampling, internal_state, meta_info, raw_logits
+from sdsie_sglang.patches import cpu_packing, cpu_sampling, int4_head, internal_state, meta_info, raw_logits
 from sdsie_sglang.patches.hook import Hook
 
 HOOKS: tuple[Hook, ...] = (
@@ -11,6 +11,7 @@ HOOKS: tuple[Hook, ...] = (
     internal_state.REPORT,
     internal_state.CHANGE,
     internal_state.REFUSE,
+    int4_head.HOOK,
 )
 
 # Only where this project's CPU engine runs.

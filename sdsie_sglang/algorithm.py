@@ -10,6 +10,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from sdsie_sglang.config import ALGORITHM, ConfigError, SdsieConfig, config_from_env
+from sdsie_sglang.int4.settings import CALIBRATIONS, Int4Settings
 from sdsie_sglang.telemetry.trace import check_trace_path
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ def check_server_args(server_args: Any) -> None:
     for wrong, sentence in _refusals(server_args, config):
         if wrong:
             raise ConfigError(sentence)
-    check_draft(server_args.model_path, server_args.speculative_draft_model_path)
+    check_drafting(server_args, config)
     check_trace_path(config.trace)
 
 
@@ -125,13 +126,38 @@ def _refusals(args: Any, config: SdsieConfig) -> list[tuple[bool, str]]:
     ]
 
 
+def check_drafting(args: Any, config: SdsieConfig) -> None:
+    """Raises ConfigError if the draft that was asked for cannot be had."""
+    if not config.drafts_itself:
+        return check_draft(args.model_path, args.speculative_draft_model_path)
+    if args.speculative_draft_model_path is not None:
+        raise ConfigError("--sdsie-draft self-int4 drafts with the target: leave out --speculative-draft-model-path")
+    check_self_draft(args.model_path, args.quantization, config.int4)
+
+
+def check_self_draft(target: str, quantization: str | None, int4: Int4Settings) -> None:
+    """Raises ConfigError if the target cannot draft for itself in INT4, as far as files and flags tell."""
+    saved = _read_json(target, "config.json").get("quantization_config") or {}
+    found = quantization or saved.get("quant_method")
+    if found and found != "unquant":
+        raise ConfigError(f"--sdsie-draft self-int4 needs an unquantised target, this one is {found}")
+    if CALIBRATIONS[int4.calibration].needs_text:
+        raise ConfigError(
+            f"--sdsie-int4-calibration {int4.calibration} needs a little text, so not while loading: "
+            f"choose one of {', '.join(name for name, how in CALIBRATIONS.items() if not how.needs_text)}"
+        )
+
+
 def check_draft(target: str, draft: str | None) -> None:
     """Raises ConfigError if a folder is missing, or if the two are seen to differ in vocabulary.
 
     What lies on a model hub cannot be looked into yet: SGLang compares it once it has fetched it.
     """
     if draft is None:
-        raise ConfigError("a draft model is missing: --speculative-draft-model-path PATH, with the target's tokenizer")
+        raise ConfigError(
+            "a draft model is missing: --speculative-draft-model-path PATH, with the target's tokenizer, "
+            "or --sdsie-draft self-int4"
+        )
     for role, path in (("target", target), ("draft", draft)):
         if path.startswith(("/", ".", "~")) and not Path(path).expanduser().is_dir():
             raise ConfigError(f"the {role} model {path} is not a folder")

@@ -5,6 +5,7 @@ from typing import Any
 
 from sdsie_sglang.config import SdsieConfig, load_settings_file, parse_config, setting_name, settings_from_env
 from sdsie_sglang.gears.settings import MAX_K, PRESETS
+from sdsie_sglang.int4.settings import CALIBRATIONS
 
 PREFIX = "sdsie_"
 
@@ -37,6 +38,18 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     flag("schedule", "for --sdsie-policy schedule: gear x cycles, for ever, as 5x8,0x8", metavar="TEXT")
     flag("gears", "every K to prepare at start, as 0,3,5 (default: those of the policy)", metavar="LIST")
     flag("trace", "append one JSON line a cycle to this file", metavar="FILE")
+    flag(
+        "draft",
+        "model: a draft model of its own (default). self-int4: the target itself in INT4, on its own KV cache",
+        metavar="KIND",
+    )
+    flag(
+        "int4-calibration",
+        f"of INT4 weights made while loading: {', '.join(CALIBRATIONS)} (default g128; awq only saved ones)",
+        metavar="NAME",
+    )
+    flag("int4-exclude", "layers that keep full precision, parts of names, as layers.0.,down_proj", metavar="LIST")
+    flag("int4-lm-head", "the output head in INT4 as well", action="store_true")
     flag("settings", "YAML or JSON file with these names; flags win over it", metavar="FILE")
     flag("off", "serve with SGLang exactly as shipped (the baseline)", action="store_true")
 

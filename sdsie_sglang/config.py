@@ -8,16 +8,19 @@ or `sgl.Engine` may write by hand.
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from sdsie_sglang.gears.settings import MAX_K, PolicySettings, first_error
+from sdsie_sglang.int4.settings import Int4Settings
 
 CONFIG_VARIABLE = "SDSIE_CONFIG"
 OFF_VARIABLE = "SDSIE_OFF"
 ALGORITHM = "SDSIE"
+OWN = ("gears", "trace", "draft")  # settings of the server itself, beside the policy's and those of INT4
+INT4_PREFIX = "int4_"
 
 
 class ConfigError(ValueError):
@@ -32,6 +35,8 @@ class SdsieConfig(BaseModel):
         gears: every K whose resources are built at start; None builds those of `policy`, or all of
             0 to 7 where they cost nothing (the CPU engine captures no graphs).
         trace: file that receives one JSON line a cycle.
+        draft: who drafts: a model of its own, or the target in INT4 on its own KV.
+        int4: how INT4 weights are made, of the self-draft or of --quantization sdsie_int4.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -39,6 +44,13 @@ class SdsieConfig(BaseModel):
     policy: PolicySettings = Field(default_factory=PolicySettings)
     gears: tuple[int, ...] | None = None
     trace: str | None = None
+    draft: Literal["model", "self-int4"] = "model"
+    int4: Int4Settings = Field(default_factory=Int4Settings)
+
+    @property
+    def drafts_itself(self) -> bool:
+        """Whether the target is its own draft, in INT4."""
+        return self.draft == "self-int4"
 
     @model_validator(mode="after")
     def _check(self) -> "SdsieConfig":
@@ -60,12 +72,13 @@ class SdsieConfig(BaseModel):
 def parse_config(values: dict[str, Any]) -> SdsieConfig:
     """Flat settings (the names of the flags, without `sdsie_`) -> SdsieConfig. Raises ConfigError."""
     values = {setting_name(key): value for key, value in values.items()}
-    own = {key: values[key] for key in ("gears", "trace") if key in values}
+    own = {key: values[key] for key in OWN if key in values}
     if isinstance(own.get("gears"), str):
         own["gears"] = parse_gears(own["gears"])
-    policy = {key: value for key, value in values.items() if key not in own}
+    int4 = {key.removeprefix(INT4_PREFIX): value for key, value in values.items() if key.startswith(INT4_PREFIX)}
+    policy = {key: value for key, value in values.items() if key not in own and not key.startswith(INT4_PREFIX)}
     try:
-        return SdsieConfig(policy=PolicySettings(**policy), **own)
+        return SdsieConfig(policy=PolicySettings(**policy), int4=Int4Settings(**int4), **own)
     except ValidationError as error:
         raise ConfigError(first_error(error)) from None
 
@@ -109,7 +122,8 @@ def load_settings_file(path: str) -> dict[str, Any]:
 
 def flat(config: SdsieConfig) -> dict[str, Any]:
     """The inverse of `parse_config`."""
-    return {**config.policy.model_dump(), **config.model_dump(include={"gears", "trace"})}
+    int4 = {f"{INT4_PREFIX}{key}": value for key, value in config.int4.model_dump(mode="json").items()}
+    return {**config.policy.model_dump(), **config.model_dump(include=set(OWN)), **int4}
 
 
 def settings_from_env() -> dict[str, Any]:

@@ -136,10 +136,10 @@ def serve(config: SdsieConfig, arguments: list[str], *, off: bool) -> None:
     try:
         server_args = prepare_server_args(arguments)
         if (server_args.speculative_algorithm or "").upper() == ALGORITHM:
-            from sdsie_sglang.algorithm import check_draft
+            from sdsie_sglang.algorithm import check_drafting
 
             # SGLang takes a folder that is not there for a name on a model hub.
-            check_draft(server_args.model_path, server_args.speculative_draft_model_path)
+            check_drafting(server_args, config)
         server_args.resolve_once()
     except (ValueError, OSError, AssertionError) as error:
         raise _fail(" ".join(str(error).split())) from None

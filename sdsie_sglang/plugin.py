@@ -73,12 +73,14 @@ def register() -> None:
 def _register() -> None:
     check_install()
     from sdsie_sglang.algorithm import register_algorithm
+    from sdsie_sglang.int4.quantization import register_quantization
     from sdsie_sglang.patches.registry import active_hooks
 
     hooks = active_hooks()
     check_hooks(hooks)
     register_hooks(hooks)
     register_algorithm()
+    register_quantization()
     set_live(
         {
             "version": sdsie_sglang.__version__,

@@ -17,6 +17,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.utils.common import get_available_gpu_memory
 
 from sdsie_sglang.worker.drafter import STEADY_WIDTH
+from sdsie_sglang.worker.self_draft import SelfDraftWorker
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +42,16 @@ def build_gears(worker: Any, gears: tuple[int, ...], graphs: bool) -> dict[int, 
         graphs: whether CUDA graphs are captured.
     """
     bundles: dict[int, SpecRuntimeState] = {}
-    extend = _build_steady_extend(worker)
+    drafts_itself = isinstance(worker.draft_worker, SelfDraftWorker)
+    extend = {} if drafts_itself else _build_steady_extend(worker)
     for k in gears:
         started, free_gb = time.perf_counter(), get_available_gpu_memory(worker.device, worker.gpu_id)
         if k == 0:
             bundle = _build_plain(worker, graphs)
         else:
             with envs.SGLANG_DISABLE_DRAFT_EXTEND_CUDA_GRAPH.override(True):
-                bundle = worker.build_adaptive_runtime_state(k, k + 1)
-        bundles[k] = dataclasses.replace(bundle, **extend)
+                bundle = worker.build_adaptive_runtime_state(k + drafts_itself, k + 1)
+        bundles[k] = dataclasses.replace(bundle, speculative_num_steps=k, **extend)
         used_gb = free_gb - get_available_gpu_memory(worker.device, worker.gpu_id)
         logger.info("sdsie: gear %d prepared in %.1f s, %.2f GB", k, time.perf_counter() - started, used_gb)
     return bundles

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from sglang.srt.speculative.eagle_info import EagleDraftInput
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
 
 from sdsie_sglang.config import config_from_env
+from sdsie_sglang.int4.both import add_int4
 from sdsie_sglang.kernels.entropy import entropy_bits
 from sdsie_sglang.live import live_line
 from sdsie_sglang.patches.raw_logits import raw_logits_of
@@ -26,6 +28,8 @@ from sdsie_sglang.worker.gate import Gate
 from sdsie_sglang.worker.gear_resources import build_gears, silence_swaps
 from sdsie_sglang.worker.plain_decode import decode_plain
 from sdsie_sglang.worker.request_state import RequestState, attach, find_state, needs_plain, state_of
+from sdsie_sglang.worker.self_draft import SelfDraftWorker, drafting_itself
+from sdsie_sglang.worker.self_drafter import SelfDrafter
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +44,11 @@ class SdsieWorker(StandaloneWorkerV2):
     """Decides a gear for each decode cycle and runs that gear and nothing else."""
 
     def __init__(self, server_args: ServerArgs, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
-        super().__init__(server_args, gpu_id, nccl_port, target_worker)
         config = config_from_env()
+        with drafting_itself() if config.drafts_itself else nullcontext():
+            super().__init__(server_args, gpu_id, nccl_port, target_worker)
+        if config.drafts_itself:
+            add_int4(target_worker.model_runner.model, config.int4)
         parallel = get_parallel()
         self._graphs = torch.device(self.device).type == "cuda" and not check_cuda_graph_backend(
             Phase.DECODE, Backend.DISABLED
@@ -66,20 +73,30 @@ class SdsieWorker(StandaloneWorkerV2):
         """Called by SGLang once pools and backends exist."""
         super().init_cuda_graphs()
         self._bundles = build_gears(self, self.gate.gears, self._graphs)
-        kv_slots = self._target_worker.model_runner.token_to_kv_pool.size + self.page_size
-        self.drafter = Drafter(
-            self._draft_worker,
-            self._target_worker,
-            DraftHistory(
-                self.req_to_token_pool.req_to_token,
-                0 if get_memory().disable_radix_cache else kv_slots,
-            ),
-            chunk_tokens=chunk if (chunk := get_schedule().chunked_prefill_size or 0) > 0 else CHUNK_TOKENS,
-        )
+        # SGLang's swap skips the gear that it believes to be in force, whose start-up resources are not ours.
+        self.speculative_num_steps = -1
+        self._shift(max(self.gate.gears))
+        self.drafter = self._build_drafter()
         self._stub_topk = (
             torch.zeros((self.req_to_token_pool.size, 1), dtype=torch.float32, device=self.device),
             torch.zeros((self.req_to_token_pool.size, 1), dtype=torch.int64, device=self.device),
         )
+
+    def _build_drafter(self) -> Drafter | SelfDrafter:
+        req_to_token = self.req_to_token_pool.req_to_token
+        if isinstance(self._draft_worker, SelfDraftWorker):
+            return SelfDrafter(self._draft_worker, self._target_worker, req_to_token)
+        kv_slots = self._target_worker.model_runner.token_to_kv_pool.size + self.page_size
+        return Drafter(
+            self._draft_worker,
+            self._target_worker,
+            DraftHistory(req_to_token, 0 if get_memory().disable_radix_cache else kv_slots),
+            chunk_tokens=chunk if (chunk := get_schedule().chunked_prefill_size or 0) > 0 else CHUNK_TOKENS,
+        )
+
+    def weight_update_runners(self) -> list[tuple[str, Any]]:
+        """A self-draft has no weights of its own."""
+        return [] if isinstance(self._draft_worker, SelfDraftWorker) else super().weight_update_runners()
 
     @property
     def last_shared_read_runner(self) -> Any:

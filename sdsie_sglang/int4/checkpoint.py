@@ -1,0 +1,48 @@
+"""The saved form of INT4 weights: beside each name of a linear layer, in place of `weight`.
+
+    int4_codes    [N, K / 2] uint8: k even in the low four bits, k odd in the high four
+    int4_scales   [N, groups] bf16 or fp16
+    int4_zeros    [N, groups], asymmetric calibrations only
+    int4_factors  [K] float32, what inputs are multiplied by first; activation-aware calibration only
+
+Layers are not fused and rows not reordered, so that SGLang's own loaders shard and fuse them.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sdsie_sglang.int4.calibration import CalibratedWeight
+
+METHOD = "sdsie_int4"
+FORMAT = 1
+CODES, SCALES, ZEROS, FACTORS = "int4_codes", "int4_scales", "int4_zeros", "int4_factors"
+
+
+def fold_codes(q: Tensor) -> Tensor:
+    """[N, K] codes 0..15 -> [N, K / 2] bytes. K must be even."""
+    return q[:, 0::2] | (q[:, 1::2] << 4)
+
+
+def unfold_codes(folded: Tensor) -> Tensor:
+    """The inverse of `fold_codes`."""
+    return torch.stack([folded & 15, folded >> 4], dim=-1).flatten(1)
+
+
+def saved_tensors(name: str, weight: CalibratedWeight) -> dict[str, Tensor]:
+    """What stands in a checkpoint for the layer `name`."""
+    codes = weight.codes
+    tensors = {CODES: fold_codes(codes.q), SCALES: codes.scales, ZEROS: codes.zeros, FACTORS: weight.input_factors}
+    return {f"{name}.{key}": value.contiguous() for key, value in tensors.items() if value is not None}
+
+
+def quantization_config(calibration: str, exclude: tuple[str, ...], lm_head: bool) -> dict[str, Any]:
+    """`quantization_config` of the checkpoint's config.json."""
+    return {
+        "quant_method": METHOD,
+        "format": FORMAT,
+        "calibration": calibration,
+        "exclude": list(exclude),
+        "lm_head": lm_head,
+    }
