@@ -118,6 +118,43 @@ SEAMS: tuple[Seam, ...] = (
         ("self", "device", "spec_algo", "req_to_token_pool", "needs_cpu_seq_lens", "needs_confidence_relay"),
         "algorithm.py",
     ),
+    Seam(
+        f"{_SPEC}.standalone_worker_v2.StandaloneDraftWorker.__init__",
+        ("self", "server_args", "gpu_id", "nccl_port", "target_worker"),
+        "worker/self_draft.py",
+    ),
+    Seam(f"{_SPEC}.standalone_worker_v2.TpModelWorker.alloc_memory_pool", ("self",), "worker/self_draft.py"),
+    Seam(f"{_DRAFT}.init_cuda_graphs", ("self",), "worker/self_draft.py"),
+    Seam(f"{_DRAFT}._rebuild_topk1_chain_buffers", ("self",), "worker/self_draft.py"),
+    Seam(f"{_WORKER}.weight_update_runners", ("self",), "worker/worker.py"),
+    Seam(
+        "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.create_weights",
+        (
+            "self",
+            "layer",
+            "input_size_per_partition",
+            "output_partition_sizes",
+            "input_size",
+            "output_size",
+            "params_dtype",
+        ),
+        "int4/method.py",
+    ),
+    Seam(
+        "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply",
+        ("self", "layer", "x", "bias"),
+        "int4/method.py",
+    ),
+    Seam(
+        "sglang.srt.layers.quantization.base_config.QuantizationConfig.get_quant_method",
+        ("self", "layer", "prefix"),
+        "int4/quantization.py",
+    ),
+    Seam(
+        "sglang.srt.arg_groups.choices.add_quantization_method_choices",
+        ("iterable",),
+        "int4/quantization.py",
+    ),
     Seam("sglang.srt.server_args.prepare_server_args", ("argv",), "launch_server.py"),
     Seam("sglang.launch_server.run_server", ("server_args",), "launch_server.py"),
 )

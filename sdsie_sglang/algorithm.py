@@ -10,7 +10,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from sdsie_sglang.config import ALGORITHM, ConfigError, SdsieConfig, config_from_env
-from sdsie_sglang.int4.settings import CALIBRATIONS, Int4Settings
+from sdsie_sglang.int4.checks import find_problem
 from sdsie_sglang.telemetry.trace import check_trace_path
 
 logger = logging.getLogger(__name__)
@@ -127,25 +127,35 @@ def _refusals(args: Any, config: SdsieConfig) -> list[tuple[bool, str]]:
 
 
 def check_drafting(args: Any, config: SdsieConfig) -> None:
-    """Raises ConfigError if the draft that was asked for cannot be had."""
+    """Raises ConfigError if the draft that was asked for cannot be had, as far as files and flags tell."""
     if not config.drafts_itself:
-        return check_draft(args.model_path, args.speculative_draft_model_path)
-    if args.speculative_draft_model_path is not None:
+        check_draft(args.model_path, args.speculative_draft_model_path)
+    elif args.speculative_draft_model_path is not None:
         raise ConfigError("--sdsie-draft self-int4 drafts with the target: leave out --speculative-draft-model-path")
-    check_self_draft(args.model_path, args.quantization, config.int4)
+    else:
+        check_folder("target", args.model_path)
+    check_int4(args, config)
 
 
-def check_self_draft(target: str, quantization: str | None, int4: Int4Settings) -> None:
-    """Raises ConfigError if the target cannot draft for itself in INT4, as far as files and flags tell."""
-    saved = _read_json(target, "config.json").get("quantization_config") or {}
-    found = quantization or saved.get("quant_method")
-    if found and found != "unquant":
-        raise ConfigError(f"--sdsie-draft self-int4 needs an unquantised target, this one is {found}")
-    if CALIBRATIONS[int4.calibration].needs_text:
-        raise ConfigError(
-            f"--sdsie-int4-calibration {int4.calibration} needs a little text, so not while loading: "
-            f"choose one of {', '.join(name for name, how in CALIBRATIONS.items() if not how.needs_text)}"
-        )
+def check_int4(args: Any, config: SdsieConfig) -> None:
+    """Raises ConfigError if INT4 weights are asked for where they cannot be had."""
+    problem = find_problem(
+        config.int4,
+        _read_json(args.model_path, "config.json"),
+        quantization=args.quantization,
+        drafts_itself=config.drafts_itself,
+        tp_size=args.tp_size,
+        device=args.device or "",
+        dtype=args.dtype,
+    )
+    if problem is not None:
+        raise ConfigError(problem)
+
+
+def check_folder(role: str, path: str) -> None:
+    """Raises ConfigError if `path` looks like a folder and is none; other names may be on a model hub."""
+    if path.startswith(("/", ".", "~")) and not Path(path).expanduser().is_dir():
+        raise ConfigError(f"the {role} model {path} is not a folder")
 
 
 def check_draft(target: str, draft: str | None) -> None:
@@ -159,8 +169,7 @@ def check_draft(target: str, draft: str | None) -> None:
             "or --sdsie-draft self-int4"
         )
     for role, path in (("target", target), ("draft", draft)):
-        if path.startswith(("/", ".", "~")) and not Path(path).expanduser().is_dir():
-            raise ConfigError(f"the {role} model {path} is not a folder")
+        check_folder(role, path)
     sizes = [_read_json(path, "config.json").get("vocab_size") for path in (target, draft)]
     if None not in sizes and sizes[0] != sizes[1]:
         raise ConfigError(f"the draft's vocabulary has {sizes[1]} tokens and the target's {sizes[0]}: they must match")

@@ -7,7 +7,10 @@
     method.py         SGLang linear methods: INT4 alone, or both
     quantization.py   `--quantization sdsie_int4`: SGLang's configuration of it, and its registration
     both.py           gives a loaded model a second, INT4 weight in each linear layer (the self-draft)
-    checkpoint.py     the saved form, which SGLang reloads
+    head.py           an INT4 output head
+    checks.py         what cannot be served, told before weights are loaded
+    checkpoint.py     the saved form, which SGLang reloads (its names: checkpoint_format.py)
+    activations.py    what layers are given for a little text
     quantize.py       python -m sdsie_sglang.int4.quantize MODEL OUT
 
 Tensor-parallel shards and fused QKV and gate/up layers are right by construction: what is quantised is

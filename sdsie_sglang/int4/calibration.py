@@ -1,5 +1,6 @@
 """From a layer's weight to four-bit codes: without data, or with activations of a little text."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,13 +44,24 @@ def calibrate(
     dtype: torch.dtype = torch.bfloat16,  # of the activations it will meet
 ) -> CalibratedWeight:
     """Raises ValueError if the calibration needs inputs and has none."""
+    return calibrate_fused([weight], name, inputs=inputs, dtype=dtype)[0]
+
+
+def calibrate_fused(
+    weights: Sequence[Tensor],  # [N, K] each
+    name: str,
+    *,
+    inputs: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> list[CalibratedWeight]:
+    """The same for layers that SGLang runs as one, which have one input and so one set of factors."""
     how = CALIBRATIONS[name]
     if not how.needs_text:
-        return CalibratedWeight(_codes(weight, how, dtype))
+        return [CalibratedWeight(_codes(weight, how, dtype)) for weight in weights]
     if inputs is None:
         raise ValueError(f"calibration {name} needs the layer's inputs for a little text")
-    factors = input_factors(weight, how, inputs, dtype)
-    return CalibratedWeight(_codes(weight.float() / factors, how, dtype), factors)
+    factors = input_factors(torch.cat(list(weights)), how, inputs, dtype)
+    return [CalibratedWeight(_codes(weight.float() / factors, how, dtype), factors) for weight in weights]
 
 
 def _codes(weight: Tensor, how: Calibration, dtype: torch.dtype) -> QuantizedWeight:
@@ -71,6 +83,7 @@ def input_factors(weight: Tensor, how: Calibration, inputs: Tensor, dtype: torch
 
     Activation-aware scaling (Lin et al. 2023, https://arxiv.org/abs/2306.00978): columns whose inputs are large
     are enlarged before they are rounded, by (mean |x|)^a; a is searched from 0 to 1 by the outputs' squared error.
+    Ranges are not clipped: to clip by the weights' error would cut just the columns that were enlarged.
     """
     weight, inputs = weight.float(), inputs.float()
     magnitude = inputs.abs().mean(0).clamp(min=1e-6)

@@ -8,16 +8,18 @@
 Layers are not fused and rows not reordered, so that SGLang's own loaders shard and fuse them.
 """
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from sdsie_sglang.int4.calibration import CalibratedWeight
-
-METHOD = "sdsie_int4"
-FORMAT = 1
-CODES, SCALES, ZEROS, FACTORS = "int4_codes", "int4_scales", "int4_zeros", "int4_factors"
+from sdsie_sglang.int4.checkpoint_format import CODES, FACTORS, FORMAT, METHOD, SCALES, ZEROS
+from sdsie_sglang.int4.settings import CALIBRATIONS
+from sdsie_sglang.kernels.int4_gemm import QuantizedWeight
 
 
 def fold_codes(q: Tensor) -> Tensor:
@@ -35,6 +37,20 @@ def saved_tensors(name: str, weight: CalibratedWeight) -> dict[str, Tensor]:
     codes = weight.codes
     tensors = {CODES: fold_codes(codes.q), SCALES: codes.scales, ZEROS: codes.zeros, FACTORS: weight.input_factors}
     return {f"{name}.{key}": value.contiguous() for key, value in tensors.items() if value is not None}
+
+
+def load_effective(folder: Path) -> dict[str, Tensor]:
+    """All of a saved model's weights in float32, `{layer}.weight` of INT4 layers as multiplied by in effect."""
+    tensors: dict[str, Tensor] = {}
+    for shard in sorted(folder.glob("*.safetensors")):
+        tensors.update(load_file(shard))
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    group = CALIBRATIONS[config["calibration"]].group
+    for name in [key.removesuffix(f".{CODES}") for key in tensors if key.endswith(f".{CODES}")]:
+        codes, scales, zeros, factors = (tensors.pop(f"{name}.{key}", None) for key in (CODES, SCALES, ZEROS, FACTORS))
+        quantised = QuantizedWeight(q=unfold_codes(codes), scales=scales, zeros=zeros, group=group)
+        tensors[f"{name}.weight"] = CalibratedWeight(quantised, factors).effective()
+    return {key: value.float() for key, value in tensors.items()}
 
 
 def quantization_config(calibration: str, exclude: tuple[str, ...], lm_head: bool) -> dict[str, Any]:

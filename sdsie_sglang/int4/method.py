@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from sdsie_sglang.int4.calibration import CalibratedWeight, calibrate, scale_dtype
-from sdsie_sglang.int4.checkpoint import CODES, FACTORS, SCALES, ZEROS, unfold_codes
+from sdsie_sglang.int4.checkpoint import unfold_codes
+from sdsie_sglang.int4.checkpoint_format import CODES, FACTORS, SCALES, ZEROS
 from sdsie_sglang.int4.precision import is_int4
 from sdsie_sglang.int4.settings import CALIBRATIONS
 from sdsie_sglang.int4.weight import Int4Weight

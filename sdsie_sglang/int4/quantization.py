@@ -12,7 +12,7 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabPara
 from sdsie_sglang.config import config_from_env
 from sdsie_sglang.cpu_engine import is_enabled as cpu_engine_is_enabled
 from sdsie_sglang.gears.settings import first_error
-from sdsie_sglang.int4.checkpoint import FORMAT, METHOD
+from sdsie_sglang.int4.checkpoint_format import FORMAT, METHOD
 from sdsie_sglang.int4.head import mark_possible_head
 from sdsie_sglang.int4.method import Int4LinearMethod, Int4Unsupported, SavedInt4LinearMethod
 from sdsie_sglang.int4.settings import CALIBRATIONS, Int4Settings
@@ -60,7 +60,7 @@ class Int4Config(QuantizationConfig):
             )
         if config.get("format") != FORMAT:
             raise Int4Unsupported(
-                f"the checkpoint's INT4 format is {config.get('format')}, this version reads {FORMAT}: quantise it again"
+                f"the checkpoint's INT4 format is {config.get('format')}, this version reads {FORMAT}: write it again"
             )
         try:
             settings = Int4Settings(**{key: config[key] for key in Int4Settings.model_fields if key in config})

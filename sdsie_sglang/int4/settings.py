@@ -31,7 +31,7 @@ CALIBRATIONS = MappingProxyType(
         "g64": Calibration(group=64, symmetric=True),
         "g32": Calibration(group=32, symmetric=True),
         "mse": Calibration(group=128, symmetric=True, method="mse"),
-        "awq": Calibration(group=128, symmetric=True, method="mse", needs_text=True),
+        "awq": Calibration(group=128, symmetric=True, needs_text=True),
     }
 )
 assert set(CALIBRATIONS) == set(get_args(CalibrationName))

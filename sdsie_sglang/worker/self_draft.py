@@ -21,7 +21,7 @@ class TargetAsDraft(TpModelWorker):
     """SGLang's worker of the target once more, with attention backends and graphs of its own."""
 
     def __init__(self, target_worker: TpModelWorker) -> None:
-        vars(self).update(vars(target_worker))
+        self.__dict__.update(vars(target_worker))
         self.is_draft_worker = True
         self.tokenizer = self.processor = None
         self._target_runner = target_worker.model_runner
@@ -42,6 +42,9 @@ class SelfDraftWorker(standalone.StandaloneDraftWorker):
 
     SGLang's draft starts from a token that its draft-extend has drafted; here that pass is the chain's first.
     """
+
+    speculative_num_steps: int
+    cuda_graph_runner: Any
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: TpModelWorker) -> None:
         def borrow(**kwargs: Any) -> TargetAsDraft:

@@ -12,13 +12,14 @@ from sglang.srt.speculative.eagle_info import EagleDraftInput, EagleVerifyInput
 from sglang.srt.speculative.eagle_worker_common import build_eagle_verify_input, prepare_for_draft
 from sglang.srt.speculative.spec_utils import draft_tp_context
 
+from sdsie_sglang.worker.draft_history import DraftHistory
 from sdsie_sglang.worker.draft_passes import DraftPassCounter
 from sdsie_sglang.worker.drafter import TOPK
 from sdsie_sglang.worker.request_state import RequestState
 from sdsie_sglang.worker.self_draft import SelfDraftWorker
 
 
-class NoHistory:
+class NoHistory(DraftHistory):
     """Takes a `DraftHistory`'s place where the draft has no KV of its own that could fall behind."""
 
     def __init__(self, req_to_token: torch.Tensor) -> None:

@@ -75,7 +75,7 @@ class SdsieWorker(StandaloneWorkerV2):
         self._bundles = build_gears(self, self.gate.gears, self._graphs)
         # SGLang's swap skips the gear that it believes to be in force, whose start-up resources are not ours.
         self.speculative_num_steps = -1
-        self._shift(max(self.gate.gears))
+        self.apply_runtime_state(self._bundles[max(self.gate.gears)])
         self.drafter = self._build_drafter()
         self._stub_topk = (
             torch.zeros((self.req_to_token_pool.size, 1), dtype=torch.float32, device=self.device),

@@ -36,6 +36,9 @@ class Args:
             "cuda_graph_backend_decode": None,
             "page_size": 16,
             "enable_return_hidden_states": False,
+            "quantization": None,
+            "tp_size": 1,
+            "dtype": "auto",
         }
         self.__dict__.update(good | changed)
 
@@ -79,6 +82,17 @@ def test_what_cannot_be_served_is_refused_with_what_to_do(folder, changed, says)
         check_server_args(Args(folder, **changed))
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_self_draft_names_no_draft_model(folder, monkeypatch):
+    monkeypatch.setenv("SDSIE_CONFIG", '{"draft": "self-int4"}')
+    check_server_args(Args(folder, speculative_draft_model_path=None))
+    with pytest.raises(ConfigError, match="leave out --speculative-draft-model-path"):
+        check_server_args(Args(folder))
+    with pytest.raises(ConfigError, match="unquantised target, this one is fp8"):
+        check_server_args(Args(folder, speculative_draft_model_path=None, quantization="fp8"))
+    with pytest.raises(ConfigError, match="is not a folder"):
+        check_server_args(Args(folder, model_path="/nowhere", speculative_draft_model_path=None))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """One baseline, then one server with gears, for as many tests as possible: a start takes 30 to 90 s here."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,6 +41,16 @@ def ask_all(server: Server, prompts: list[list[int]], *, at_once: bool = False, 
     with ThreadPoolExecutor(4 if at_once else 1) as pool:
         done = list(pool.map(lambda ids: server.generate(ids, **options), prompts))
     return Answers([d["output_ids"] for d in done], [d["meta_info"] for d in done])
+
+
+def install_plugin(folder: Path, source: Path) -> str:
+    """Installs a module with `register` as an SGLang plugin under `folder`; returns the PYTHONPATH that finds it."""
+    (folder / source.name).write_text(source.read_text())
+    info = folder / f"{source.stem}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {source.stem.replace('_', '-')}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\nsaboteur = {source.stem}:register\n")
+    return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
 
 
 @pytest.fixture(scope="session")

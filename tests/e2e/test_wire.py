@@ -4,24 +4,12 @@ import pytest
 import requests
 
 from sdsie_sglang.eval.server import Server
-from tests.e2e.conftest import CONTEXT
-
-SABOTEUR = """
-[sglang.srt.plugins]
-saboteur = sdsie_saboteur:register
-"""
+from tests.e2e.conftest import CONTEXT, install_plugin
 
 
 @pytest.fixture
 def saboteur_path(tmp_path, request):
-    """A folder that installs the saboteur: its module and the metadata that SGLang finds plugins by."""
-    source = request.path.parent / "saboteur" / "sdsie_saboteur.py"
-    (tmp_path / source.name).write_text(source.read_text())
-    info = tmp_path / "sdsie_saboteur-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sdsie-saboteur\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(SABOTEUR)
-    return str(tmp_path)
+    return install_plugin(tmp_path, request.path.parent / "saboteur" / "sdsie_saboteur.py")
 
 
 def test_a_cut_wire_ends_the_server(models, draft, prompts, saboteur_path):

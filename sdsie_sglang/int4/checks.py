@@ -1,0 +1,63 @@
+"""What INT4 cannot serve, told from flags and config.json before any weight is loaded. No torch, no SGLang."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from sdsie_sglang.int4.checkpoint_format import METHOD
+from sdsie_sglang.int4.settings import CALIBRATIONS, Int4Settings
+
+
+def find_problem(
+    int4: Int4Settings,
+    model: Mapping[str, Any],
+    *,
+    quantization: str | None,
+    drafts_itself: bool,
+    tp_size: int,
+    device: str,
+    dtype: str,
+) -> str | None:
+    """One line that says why not, or None.
+
+    Args:
+        model: the target's config.json, empty where it is not at hand.
+        quantization: what --quantization gives.
+    """
+    saved = model.get("quantization_config") or {}
+    found = saved.get("quant_method")
+    quantization = None if quantization == "unquant" else quantization
+    if drafts_itself and (quantization or found):
+        return f"--sdsie-draft self-int4 needs an unquantised target, this one is {quantization or found}"
+    if not drafts_itself and METHOD not in (quantization, found):
+        return None
+    calibration = saved.get("calibration", int4.calibration) if found == METHOD else int4.calibration
+    how = CALIBRATIONS.get(calibration)
+    if how is None:
+        return f"the checkpoint's calibration {calibration!r} is not one of {', '.join(CALIBRATIONS)}"
+    if how.needs_text and found != METHOD:
+        return f"--sdsie-int4-calibration {calibration} needs a little text and so cannot be done while loading: " + (
+            "choose another"
+            if drafts_itself
+            else "write a checkpoint with python -m sdsie_sglang.int4.quantize and serve that"
+        )
+    if device != "cpu" and dtype in ("float32", "float"):
+        return "INT4 runs in bf16 or fp16 on a GPU: leave out --dtype float32"
+    for name, k in row_parallel_inputs(model).items():
+        if how.group and tp_size > 1 and k % tp_size == 0 and (k // tp_size) % how.group and not int4.excludes(name):
+            return (
+                f"INT4 groups of {how.group} do not divide the {k // tp_size} inputs of {name} on each of {tp_size} "
+                f"ranks: use a smaller group or --tp-size, or exclude the layer"
+            )
+    return None
+
+
+def row_parallel_inputs(model: Mapping[str, Any]) -> dict[str, int]:
+    """Inputs of the layers that tensor parallelism splits along them, by config.json of a Llama-like model."""
+    try:
+        heads = model["num_attention_heads"]
+        return {
+            "self_attn.o_proj": heads * (model.get("head_dim") or model["hidden_size"] // heads),
+            "mlp.down_proj": model["intermediate_size"],
+        }
+    except (KeyError, TypeError):
+        return {}
