@@ -36,7 +36,7 @@ def saved_tensors(name: str, weight: CalibratedWeight) -> dict[str, Tensor]:
     """What stands in a checkpoint for the layer `name`."""
     codes = weight.codes
     tensors = {CODES: fold_codes(codes.q), SCALES: codes.scales, ZEROS: codes.zeros, FACTORS: weight.input_factors}
-    return {f"{name}.{key}": value.contiguous() for key, value in tensors.items() if value is not None}
+    return {f"{name}.{key}": value.clone() for key, value in tensors.items() if value is not None}
 
 
 def load_effective(folder: Path) -> dict[str, Tensor]:

@@ -1,0 +1,176 @@
+"""The command that writes an INT4 checkpoint, on a tiny model; and what the fidelity record is made of."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from sdsie_sglang.int4.activations import SAMPLES, collect_inputs
+from sdsie_sglang.int4.calibration import calibrate
+from sdsie_sglang.int4.checkpoint import load_effective
+from sdsie_sglang.int4.quantize import fused_groups, main
+from sdsie_sglang.int4.settings import CALIBRATIONS
+
+LAYER = "model.layers.0.self_attn.q_proj"
+DOWN = "model.layers.1.mlp.down_proj"
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, tie_word_embeddings=False, dtype="bfloat16",
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(torch.bfloat16).eval()
+
+
+@pytest.fixture
+def folder(model, tmp_path):
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def quantise(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("sdsie_sglang.eval.chat.chat_ids", lambda model, text: [1, *range(2, 40)])
+
+    def run(*flags, out="out"):
+        return main([str(folder), str(tmp_path / out), "--device", "cpu", *flags]), tmp_path / out
+
+    return run
+
+
+def keys_of(folder):
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return set(file.keys())
+
+
+@pytest.mark.parametrize("name", CALIBRATIONS)
+def test_the_checkpoint_multiplies_as_calibrated(quantise, model, name):
+    code, out = quantise("--calibration", name)
+    assert code == 0
+    effective = load_effective(out)
+    assert set(effective) == set(model.state_dict())
+    weight = model.get_submodule(LAYER).weight.detach()
+    error = (effective[f"{LAYER}.weight"] - weight.float()).norm() / weight.float().norm()
+    assert 0 < error < 0.25
+    if not CALIBRATIONS[name].needs_text:
+        assert torch.equal(effective[f"{LAYER}.weight"], calibrate(weight, name).effective())
+    for kept in ("model.embed_tokens", "lm_head", "model.layers.0.input_layernorm"):
+        assert torch.equal(effective[f"{kept}.weight"], model.state_dict()[f"{kept}.weight"].float())
+    assert (out / "tokenizer.json").exists()
+
+
+def test_config_says_how(quantise):
+    _, out = quantise("--calibration", "g64", "--exclude", "layers.0.,down_proj", "--lm-head")
+    assert json.loads((out / "config.json").read_text())["quantization_config"] == {
+        "quant_method": "sdsie_int4",
+        "format": 1,
+        "calibration": "g64",
+        "exclude": ["layers.0.", "down_proj"],
+        "lm_head": True,
+    }
+    keys = keys_of(out)
+    assert f"{LAYER}.weight" in keys
+    assert f"{DOWN}.weight" in keys
+    assert "model.layers.1.self_attn.q_proj.int4_codes" in keys
+    assert "lm_head.int4_codes" in keys
+
+
+def test_fused_layers_share_their_factors(quantise):
+    _, out = quantise("--calibration", "awq")
+    with safe_open(out / "model.safetensors", "pt") as file:
+        parts = [file.get_tensor(f"model.layers.0.self_attn.{part}_proj.int4_factors") for part in "qkv"]
+        gate, up = (file.get_tensor(f"model.layers.0.mlp.{part}_proj.int4_factors") for part in ("gate", "up"))
+    assert torch.equal(parts[0], parts[1])
+    assert torch.equal(parts[0], parts[2])
+    assert torch.equal(gate, up)
+    assert not torch.equal(parts[0], gate)
+
+
+def test_layers_fused_by_sglang_are_grouped():
+    names = ["a.q_proj", "a.k_proj", "a.v_proj", "a.o_proj", "b.q_proj", "m.up_proj", "m.gate_proj"]
+    assert fused_groups(names) == [
+        ["a.q_proj", "a.k_proj", "a.v_proj"],
+        ["a.o_proj"],
+        ["b.q_proj"],
+        ["m.up_proj", "m.gate_proj"],
+    ]
+
+
+def test_inputs_are_collected_evenly(model):
+    texts = [torch.randint(0, 96, (1, 3 * SAMPLES))]
+    found = collect_inputs(model, [LAYER], texts)[LAYER]
+    assert found.shape == (SAMPLES, 64)
+
+
+def test_what_is_refused(quantise, folder, tmp_path, capsys):
+    def refused(*flags, says, **kwargs):
+        code, _ = quantise(*flags, **kwargs)
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert code == 2
+        assert says in error
+
+    refused("--calibration", "g7", says="calibration: ")
+    refused("--exclude", "proj", says="no linear layer is left")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("")
+    refused(out="full", says="is not an empty folder")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    refused(says="quantised already, by fp8")
+    (folder / "config.json").unlink()
+    refused(says="holds no config.json")
+
+
+def test_accept_length_walks_the_runs():
+    from sdsie_sglang.eval.int4_fidelity import accept_length
+
+    # From token 0: two accepted, so tokens 1, 2 and 3; from 3 none: 4; from 4: 5 is the last.
+    assert accept_length([[2, 0, 0, 0, 0, 0]], k=5) == 5 / 3
+    assert accept_length([[2, 0, 0, 0, 0, 0]], k=1) == 5 / 4
+    assert accept_length([[0, 0], [0, 0, 0]], k=3) == 1.0
+
+
+def test_self_chains_are_what_low_precision_says_on_the_targets_keys():
+    """Brute force, one position at a time: the target's cache up to it, then the low-precision model."""
+    from sdsie_sglang.demo.llama import VOCABULARY, Llama, linear, rms_norm, rotary_table
+    from sdsie_sglang.eval.draft_chains import self_chains
+
+    def small(seed):
+        torch.manual_seed(seed)
+        model = Llama(2)
+        model.embedding = torch.randn(VOCABULARY, 576, generator=torch.Generator().manual_seed(5)) * 0.05
+        for parameter in model.parameters():
+            parameter.data = torch.randn_like(parameter) * 0.05 + (parameter.dim() == 1)
+        return model
+
+    target, low = small(1), small(2)
+    text = torch.randint(0, VOCABULARY, (9,), generator=torch.Generator().manual_seed(3))
+    first, steps = 3, 3
+    found = self_chains(target, low, text, first, steps).tokens
+    with torch.inference_mode():
+        for row, position in enumerate(range(first, 9)):
+            caches, token, chain = None, text[position], []
+            x = torch.nn.functional.embedding(text[None, :position], target.embedding)
+            cosines, sines = rotary_table(20, x.device, x.dtype)
+            caches = []
+            for block in target.blocks:
+                _, key, value = block.split_heads(rms_norm(x, block.input_norm), cosines[:position], sines[:position])
+                caches.append((key, value))
+                x = block(x, cosines[:position], sines[:position])
+            for step in range(steps):
+                at = slice(position + step, position + step + 1)
+                y = torch.nn.functional.embedding(token.view(1, 1), low.embedding)
+                for layer, block in enumerate(low.blocks):
+                    query, key, value = block.split_heads(rms_norm(y, block.input_norm), cosines[at], sines[at])
+                    caches[layer] = tuple(torch.cat(pair, 2) for pair in zip(caches[layer], (key, value), strict=True))
+                    attended = torch.nn.functional.scaled_dot_product_attention(query, *caches[layer], enable_gqa=True)
+                    y = block.feed_forward(y + linear(attended.transpose(1, 2).flatten(2), block.out))
+                token = (rms_norm(y[0, 0], low.norm) @ low.embedding.T).argmax()
+                chain.append(int(token))
+            assert found[row].tolist() == chain
