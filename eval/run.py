@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.plan:
             print(plan_text(config, points, folder))
             return 0
-        with ends_on_sigterm():
+        with ends_on_signals():
             run(config, points, folder)
     except KeyboardInterrupt:
         print("ruler: interrupted; the same command goes on from here", file=sys.stderr)
@@ -99,17 +99,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def ends_on_sigterm() -> Iterator[None]:
-    """Makes SIGTERM what Ctrl-C is, so that it leaves no server behind either."""
+def ends_on_signals() -> Iterator[None]:
+    """Makes SIGTERM what Ctrl-C is, so that it leaves no server behind either; both also where the caller ignores them,
+    as a shell does for what it runs in the background."""
 
     def interrupt(number: int, frame: Any) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def run(config: Config, points: Sequence[Datapoint], folder: Path) -> None:

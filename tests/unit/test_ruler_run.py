@@ -261,11 +261,15 @@ def test_an_interrupt_leaves_no_server_and_the_run_goes_on_later(start, ahead_pa
     assert len(read_all(out)) == 8
 
 
-def test_sigterm_is_an_interrupt_and_only_during_the_run():
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt), run.ends_on_sigterm():
-        signal.raise_signal(signal.SIGTERM)
-    assert signal.getsignal(signal.SIGTERM) is before
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_interrupt_even_where_the_caller_ignores_them_and_only_during_the_run(number):
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with pytest.raises(KeyboardInterrupt), run.ends_on_signals():
+            signal.raise_signal(number)
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
 
 
 def test_start_ahead_can_be_chosen_for_a_run(start, config_path, tmp_path):
