@@ -27,10 +27,11 @@ class Health(BaseHTTPRequestHandler):
         pass
 
 
-CHILD = "import ctypes, time; ctypes.CDLL(None).prctl(1, 9); time.sleep(600)"  # as SGLang's: dies with its parent
+# As SGLang's: dies with its parent.
+CHILD = "import ctypes, time; ctypes.CDLL(None).prctl(1, 9); print('ready', flush=True); time.sleep(600)"
 if args.fail:
     sys.exit("cannot load the model")
-subprocess.Popen([sys.executable, "-c", CHILD])
+subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE).stdout.readline()
 if args.hang:
     time.sleep(600)
 HTTPServer((args.host, args.port), Health).serve_forever()
