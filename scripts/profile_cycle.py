@@ -180,13 +180,14 @@ def table(record: dict[str, Any]) -> str:
     lines = [f"{machine.where(record['machine'])}; {record['date']}; `{record['command']}`"]
     for name, profile in record["profiles"].items():
         low, high = profile["period_spread_us"]
+        calls = sum(profile["host_calls"].values())
         lines += [
             "",
             f"### {name}",
             "",
             f"{profile['period_us']:.0f} us a cycle ({low:.0f} to {high:.0f}, {profile['cycles']} cycles), of which "
-            f"nothing runs on the GPU for {profile['idle_us']:.0f} us. Host: "
-            f"{sum(profile['host_calls'].values()):.0f} CUDA calls, {profile['host_in_calls_us']:.0f} us in them and {profile['host_waits_us']:.0f} us waiting.",
+            f"nothing runs on the GPU for {profile['idle_us']:.0f} us. Host: {calls:.0f} CUDA calls, "
+            f"{profile['host_in_calls_us']:.0f} us in them and {profile['host_waits_us']:.0f} us waiting.",
             "",
             "| stage | launches | kernels | busy us | span us | busy by kind, us (kernels) |",
             "|---|---|---|---|---|---|",

@@ -88,7 +88,9 @@ def _combine_kernel(
     tl.store(out + i, tl.where(bad, float("nan"), tl.maximum(bits, 0.0)))
 
 
-def entropy_bits_triton(logits: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+def entropy_bits_triton(
+    logits: torch.Tensor, rows: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """See `sdsie_sglang.kernels.entropy.entropy_bits`. Launches without synchronising.
 
     Raises:
@@ -98,7 +100,8 @@ def entropy_bits_triton(logits: torch.Tensor, rows: torch.Tensor | None = None) 
         raise ValueError("logits must be [rows, vocab] with a contiguous vocabulary")
     n = logits.shape[0] if rows is None else rows.shape[0]
     vocab = logits.shape[1]
-    out = torch.empty(n, dtype=torch.float32, device=logits.device)
+    if out is None:
+        out = torch.empty(n, dtype=torch.float32, device=logits.device)
     if n == 0:
         return out
     per_split = triton.cdiv(triton.cdiv(vocab, SPLITS), BLOCK) * BLOCK

@@ -27,7 +27,7 @@ class HostCopy:
         else:
             self._host = values
 
-    def read(self) -> list[list[float]]:
+    def read(self) -> list[float]:
         if self._event is not None:
             self._event.synchronize()
         return self._host.tolist()
@@ -42,8 +42,8 @@ class Cycle:
     catch_up_passes: those of them that only brought the draft's KV up to date, beyond the one
         that every K-cycle begins with.
     gates: the requests' gates at launch; a retracted request has a new one by now.
-    numbers: [bs, 1 + rows] float32: tokens committed, then entropies in bits of the first `rows`
-        verified positions, or of the last committed one if rows is 1.
+    numbers: float32: tokens committed [bs] (left out in gear 0, where it is one), then entropies in bits [bs, rows]
+        of the first `rows` verified positions, or of the last committed one if rows is 1.
     """
 
     number: int
@@ -60,11 +60,13 @@ class Cycle:
     def settle(self) -> list[Observation]:
         """Reads the numbers, once. Waits only if the device has not finished the cycle."""
         if self.observations is None:
-            rows = self.numbers.read()
-            self.committed = [int(row[0]) for row in rows]
+            bs, values = len(self.rids), self.numbers.read()
+            counts, entropies = (values[:bs], values[bs:]) if self.k else ([1.0] * bs, values)
+            self.committed = [int(count) for count in counts]
+            rows = len(entropies) // bs
             self.observations = [
-                Observation(self.k, row[1 : 1 + committed] if len(row) > 2 else row[1:], committed)
-                for row, committed in zip(rows, self.committed, strict=True)
+                Observation(self.k, entropies[i * rows : i * rows + min(rows, committed)], committed)
+                for i, committed in enumerate(self.committed)
             ]
         return self.observations
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sdsie_sglang.kernels import history
 from sdsie_sglang.worker.request_state import RequestState
 
 
@@ -56,6 +57,23 @@ class DraftHistory:
         """Records whether the draft's KV in `slots` belongs to the tokens now in them."""
         if self._valid is not None:
             self._valid[slots] = valid
+
+    def plain_step(self, batch: Any, pending: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `kernels.history.plain_step`."""
+        return history.plain_step(
+            batch.req_pool_indices, batch.seq_lens, pending, self._tokens, self._req_to_token, self._valid
+        )
+
+    def open_window(self, batch: Any, pending: torch.Tensor, width: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `kernels.history.open_window`."""
+        return history.open_window(
+            batch.req_pool_indices, batch.seq_lens, pending, self._tokens, self._req_to_token, self._valid,
+            width=width, drafted=k,
+        )  # fmt: skip
+
+    def close_window(self, rows: torch.Tensor, result: Any, chain: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """See `kernels.history.close_window`."""
+        return history.close_window(rows, result.new_seq_lens, result.accept_lens, chain, self._tokens, numbers)
 
     def prefilled(self, batch: Any, states: list[RequestState]) -> None:
         """The target has prefilled `batch` (SGLang's extend batch); the draft has not.

@@ -6,11 +6,13 @@ end of a cycle but at the beginning of the next: what was missed, be it the one 
 last cycle, a stretch of gear 0 or a whole prompt, is one and the same operation.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
+from sglang.kernels.ops.speculative.topk1 import draft_topk1_postprocess
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.speculative.eagle_info import EagleDraftExtendInput, EagleDraftInput, EagleVerifyInput
 from sglang.srt.speculative.eagle_worker_common import (
@@ -27,6 +29,9 @@ from sdsie_sglang.worker.request_state import RequestState
 # After a K-cycle the draft lacks the bonus token and, if all K were accepted, the last drafted
 # one: always extending by two keeps the shape fixed. Rewriting a slot with the same token is free.
 STEADY_WIDTH = 2
+# A stretch of gear 0 is made up for by captured passes of this width, which cost hardly more than the narrow one.
+WIDE_WIDTH = 16
+MAX_WIDE_PASSES = 4
 TOPK = 1
 MIN_CHUNK = 64  # tokens a request in one catch-up pass, however many requests there are
 
@@ -52,16 +57,25 @@ def _move_seq_lens(batch: Any, by: int) -> None:
 class Drafter:
     """Args:
     draft_worker: SGLang's StandaloneDraftWorker, which owns the model, its backends and graphs.
+    extend_graphs: captured passes that fill the draft's KV, by their width in tokens a request.
     chunk_tokens: tokens of one catch-up pass at most.
     """
 
-    def __init__(self, draft_worker: Any, target_worker: Any, history: DraftHistory, chunk_tokens: int) -> None:
+    def __init__(
+        self,
+        draft_worker: Any,
+        target_worker: Any,
+        history: DraftHistory,
+        extend_graphs: Mapping[int, Any],
+        chunk_tokens: int,
+    ) -> None:
         self.history = history
         self.passes = DraftPassCounter(draft_worker.draft_runner)
         self.catch_up_passes = 0
         self._draft_worker = draft_worker
         self._runner = draft_worker.draft_runner
         self._target_worker = target_worker
+        self._extend_graphs = extend_graphs
         self._chunk_tokens = chunk_tokens
 
     def propose(self, batch: Any, states: list[RequestState], k: int) -> EagleVerifyInput:
@@ -72,12 +86,9 @@ class Drafter:
                 holds the one that follows them, drawn but not yet in any KV.
         """
         with draft_tp_context(self._draft_worker.parallel_layout):
-            first = self._catch_up(batch, [state.missed for state in states])
             spec: EagleDraftInput = batch.spec_info
-            spec.topk_index = first.unsqueeze(1)
-            spec.topk_p = torch.ones_like(spec.topk_index, dtype=torch.float32)
+            spec.topk_p, spec.topk_index = self._first_token(self._catch_up(batch, states, k))
             chain = self._decode(batch, k)
-        self._mark_window(batch, k)
         return build_eagle_verify_input(
             batch,
             spec,
@@ -90,74 +101,95 @@ class Drafter:
             device=batch.device,
         )
 
-    def verified(self, batch: Any, states: list[RequestState], result: Any, draft_tokens: torch.Tensor) -> None:
-        """Remembers the last drafted token that was accepted, which the next cycle rewrites.
-
-        Args:
-            draft_tokens: [bs, K+1] int64, the verified chain, bonus of the cycle before first.
-        """
-        last = draft_tokens.gather(1, (result.accept_lens.to(torch.int64) - 1).unsqueeze(1)).squeeze(1)
-        self.history.write(batch.req_pool_indices, result.new_seq_lens.to(torch.int64) - 1, last)
+    def verified(self, states: list[RequestState]) -> None:
+        """The next cycle has the bonus token and, if all were accepted, the last drafted one to make up for."""
         for state in states:
             state.missed = STEADY_WIDTH
 
     # -- catch-up ---------------------------------------------------------------------------
 
-    def _catch_up(self, batch: Any, missed: list[int]) -> torch.Tensor:
-        """Brings the draft's KV up to the pending token; returns the first drafted token, [bs] int64."""
+    def _catch_up(self, batch: Any, states: list[RequestState], k: int) -> torch.Tensor:
+        """Brings the draft's KV up to the pending token; returns logits [bs, vocab] of the token after it."""
+        missed = [state.missed for state in states]
+        pending = batch.spec_info.bonus_tokens
+        if max(missed) > STEADY_WIDTH:
+            if passes := self._wide_passes(batch, max(missed), min(state.prefilled for state in states) + 1):
+                return self._catch_up_wide(batch, pending, k, passes)
+            self.history.open_window(batch, pending, 1, k)
+            return self._catch_up_ragged(batch, missed)
         self.catch_up_passes = 0
-        pending = batch.spec_info.bonus_tokens.to(torch.int64)
-        rows = batch.req_pool_indices
-        self.history.write(rows, batch.seq_lens, pending)
-        if max(missed) <= STEADY_WIDTH:
-            return self._extend_steady(batch).argmax(dim=-1)
+        return self._extend_even(batch, STEADY_WIDTH, *self.history.open_window(batch, pending, STEADY_WIDTH, k))
+
+    def _wide_passes(self, batch: Any, missed: int, shortest: int) -> int:
+        """How many captured wide passes make up for `missed` tokens; 0 if they cannot.
+
+        They rewrite the last tokens of every request, so the shortest one must be as long.
+        """
+        passes = -(-missed // WIDE_WIDTH)
+        graph = self._extend_graphs.get(WIDE_WIDTH)
+        can = graph is not None and batch.seq_lens.shape[0] <= graph.max_bs
+        return passes if can and passes <= MAX_WIDE_PASSES and passes * WIDE_WIDTH <= shortest else 0
+
+    def _catch_up_wide(self, batch: Any, pending: torch.Tensor, k: int, passes: int) -> torch.Tensor:
+        """Fixed widths need no lengths on the host, so that nothing waits for the device."""
+        self.catch_up_passes = passes - 1
+        rows, seq_lens = batch.req_pool_indices, batch.seq_lens
+        for behind in range((passes - 1) * WIDE_WIDTH, 0, -WIDE_WIDTH):
+            offsets = torch.arange(1 - WIDE_WIDTH, 1, device=seq_lens.device) - behind
+            positions = (seq_lens.unsqueeze(1) + offsets).flatten()
+            each = rows.repeat_interleave(WIDE_WIDTH)
+            slots = self.history.slots(each, positions)
+            self._extend_even(batch, WIDE_WIDTH, self.history.tokens(each, positions), slots, behind)
+            self.history.mark(slots, valid=True)
+        return self._extend_even(batch, WIDE_WIDTH, *self.history.open_window(batch, pending, WIDE_WIDTH, k))
+
+    def _catch_up_ragged(self, batch: Any, missed: list[int]) -> torch.Tensor:
+        """Any lengths, in chunks: prompts, and whatever has no graph."""
+        self.catch_up_passes = 0
         budget = max(MIN_CHUNK, self._chunk_tokens // len(missed))
         while max(missed) > budget:
             # Whoever has less to catch up writes one slot early, so that the batch stays whole.
             self._extend_ragged(batch, [budget if n > budget else 1 for n in missed], missed)
             missed = [n - budget if n > budget else n for n in missed]
             self.catch_up_passes += 1
-        return self._extend_ragged(batch, missed, missed).argmax(dim=-1)
+        return self._extend_ragged(batch, missed, missed)
 
-    def _extend_steady(self, batch: Any) -> torch.Tensor:
-        """Two tokens a request, a captured graph where there is one. Returns logits [bs, vocab]."""
-        worker = self._draft_worker
+    def _extend_even(
+        self, batch: Any, width: int, ids: torch.Tensor, slots: torch.Tensor, behind: int = 0
+    ) -> torch.Tensor:
+        """`width` tokens a request that end `behind` the pending one; a captured graph where there is one.
+
+        Returns logits [bs, vocab] after each request's last token.
+        """
         bs = batch.seq_lens.shape[0]
-        offsets = torch.arange(-1, STEADY_WIDTH - 1, device=batch.seq_lens.device)
-        positions = (batch.seq_lens.unsqueeze(1) + offsets).flatten()
-        rows = batch.req_pool_indices.repeat_interleave(STEADY_WIDTH)
-        select = torch.arange(STEADY_WIDTH - 1, bs * STEADY_WIDTH, STEADY_WIDTH, device=positions.device)
-        graph = worker.cuda_graph_runner_for_draft_extend
+        graph = self._extend_graphs.get(width)
+        select, accepted, drafted = _even_layout(bs, width, batch.seq_lens.device)
         with _borrowed(
             batch, "seq_lens", "seq_lens_cpu", "seq_lens_sum", "input_ids", "out_cache_loc", "prefix_lens",
             "extend_lens", "extend_num_tokens", "extend_logprob_start_lens", "forward_mode", "spec_info",
         ):  # fmt: skip
-            _move_seq_lens(batch, -1)
+            _move_seq_lens(batch, 1 - width - behind)
             batch.extend_logprob_start_lens = None
-            batch.out_cache_loc = slots = self.history.slots(rows, positions)
-            widths = torch.full((bs,), STEADY_WIDTH, dtype=torch.int32, device=positions.device)
+            batch.out_cache_loc = slots
             forward_batch = prepare_for_draft_extend(
                 EagleDraftExtendInput(
-                    num_correct_drafts=widths - 1,
-                    num_accept_tokens=widths,
-                    num_tokens_per_req=STEADY_WIDTH,
-                    num_tokens_for_logprob_per_req=STEADY_WIDTH,
+                    num_correct_drafts=drafted,
+                    num_accept_tokens=accepted,
+                    num_tokens_per_req=width,
+                    num_tokens_for_logprob_per_req=width,
                 ),
                 batch,
-                self.history.tokens(rows, positions),
-                STEADY_WIDTH,
+                ids,
+                width,
                 self._runner,
                 graph,
                 return_hidden_states_before_norm=False,
             )
             forward_batch.return_logprob = False
             if graph is not None and graph.can_run_graph(forward_batch):
-                logits = graph.execute(forward_batch, select).next_token_logits
                 self.passes.add(1)
-            else:
-                logits = self._runner.forward(forward_batch).logits_output.next_token_logits[select]
-        self.history.mark(slots, valid=True)
-        return logits
+                return graph.execute(forward_batch, select).next_token_logits
+            return self._runner.forward(forward_batch).logits_output.next_token_logits[select]
 
     def _extend_ragged(self, batch: Any, lengths: list[int], back: list[int]) -> torch.Tensor:
         """Extends request i by `lengths[i]` tokens, the first of them `back[i]` from the end.
@@ -218,8 +250,20 @@ class Drafter:
             forward_batch.mark_forward_metadata_ready()
         return worker.draft_forward(forward_batch)
 
-    def _mark_window(self, batch: Any, k: int) -> None:
-        """Slots of the drafted tokens: all but the last drafted one are in the draft's KV now."""
-        rows, seq_lens = batch.req_pool_indices, batch.seq_lens
-        for offset in range(1, k + 1):
-            self.history.mark(self.history.slots(rows, seq_lens + offset), valid=offset < k)
+    def _first_token(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Greedy: probabilities (constant 1, unused in a chain) and tokens, both [bs, 1]."""
+        if logits.is_cuda:
+            # SGLang's, for its split over the vocabulary; it also advances positions, of which there are none here.
+            return draft_topk1_postprocess(
+                logits, torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+            )
+        token = logits.argmax(dim=-1, keepdim=True)
+        return torch.ones_like(token, dtype=torch.float32), token
+
+
+@cache
+def _even_layout(bs: int, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Index of each request's last token [bs], and SGLang's two counts of it [bs]: the same in every pass."""
+    select = torch.arange(width - 1, bs * width, width, device=device)
+    accepted = torch.full((bs,), width, dtype=torch.int32, device=device)
+    return select, accepted, accepted - 1

@@ -2,12 +2,15 @@
 
 SGLang already bundles them as a SpecRuntimeState and swaps a whole bundle at once. Gear K takes
 SGLang's own bundle for K steps, except that the pass which updates the draft's KV is two tokens
-wide for every K and so shared by all of them. Gear 0's bundle holds an ordinary decode graph.
+wide for every K and so shared by all of them; a wide one makes up for a stretch of gear 0. Gear 0's
+bundle holds an ordinary decode graph.
 """
 
 import dataclasses
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from sglang.srt.environ import envs
@@ -16,7 +19,7 @@ from sglang.srt.speculative.adaptive_runtime_state import SpecRuntimeState
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.utils.common import get_available_gpu_memory
 
-from sdsie_sglang.worker.drafter import STEADY_WIDTH
+from sdsie_sglang.worker.drafter import STEADY_WIDTH, WIDE_WIDTH
 from sdsie_sglang.worker.self_draft import SelfDraftWorker
 
 logger = logging.getLogger(__name__)
@@ -33,8 +36,10 @@ def silence_swaps() -> None:
     logging.getLogger(SWAP_LOGGER).addFilter(_is_not_a_swap)
 
 
-def build_gears(worker: Any, gears: tuple[int, ...], graphs: bool) -> dict[int, SpecRuntimeState]:
-    """Builds every gear's bundle, and logs what each cost.
+def build_gears(
+    worker: Any, gears: tuple[int, ...], graphs: bool
+) -> tuple[dict[int, SpecRuntimeState], dict[int, Any]]:
+    """Builds every gear's bundle and the draft's captured extend passes by width, and logs what each cost.
 
     Args:
         worker: the speculative worker, its start-up graphs not yet captured for any gear.
@@ -43,29 +48,39 @@ def build_gears(worker: Any, gears: tuple[int, ...], graphs: bool) -> dict[int, 
     """
     bundles: dict[int, SpecRuntimeState] = {}
     drafts_itself = isinstance(worker.draft_worker, SelfDraftWorker)
-    extend = {} if drafts_itself else _build_steady_extend(worker)
+    extend, extend_graphs = ({}, {}) if drafts_itself else _build_extends(worker, graphs)
     for k in gears:
-        started, free_gb = time.perf_counter(), get_available_gpu_memory(worker.device, worker.gpu_id)
-        if k == 0:
-            bundle = _build_plain(worker, graphs)
-        else:
-            with envs.SGLANG_DISABLE_DRAFT_EXTEND_CUDA_GRAPH.override(True):
-                bundle = worker.build_adaptive_runtime_state(k + drafts_itself, k + 1)
+        with _logged(worker, f"gear {k}"):
+            if k == 0:
+                bundle = _build_plain(worker, graphs)
+            else:
+                with envs.SGLANG_DISABLE_DRAFT_EXTEND_CUDA_GRAPH.override(True):
+                    bundle = worker.build_adaptive_runtime_state(k + drafts_itself, k + 1)
         bundles[k] = dataclasses.replace(bundle, speculative_num_steps=k, **extend)
-        used_gb = free_gb - get_available_gpu_memory(worker.device, worker.gpu_id)
-        logger.info("sdsie: gear %d prepared in %.1f s, %.2f GB", k, time.perf_counter() - started, used_gb)
-    return bundles
+    return bundles, extend_graphs
 
 
-def _build_steady_extend(worker: Any) -> dict[str, Any]:
-    draft_worker = worker.draft_worker
-    with worker._override_worker_state(STEADY_WIDTH - 1, STEADY_WIDTH):
-        draft_worker.init_attention_backend()
-        draft_worker._capture_cuda_graphs()
-        return {
-            "draft_extend_attn_backend": draft_worker.draft_extend_attn_backend,
-            "cuda_graph_runner_for_draft_extend": draft_worker.cuda_graph_runner_for_draft_extend,
-        }
+@contextmanager
+def _logged(worker: Any, what: str) -> Iterator[None]:
+    started, free_gb = time.perf_counter(), get_available_gpu_memory(worker.device, worker.gpu_id)
+    yield
+    used_gb = free_gb - get_available_gpu_memory(worker.device, worker.gpu_id)
+    logger.info("sdsie: %s prepared in %.1f s, %.2f GB", what, time.perf_counter() - started, used_gb)
+
+
+def _build_extends(worker: Any, graphs: bool) -> tuple[dict[str, Any], dict[int, Any]]:
+    """The narrow pass's backend for every bundle, and the graphs of both widths."""
+    draft_worker, runners, narrow = worker.draft_worker, {}, {}
+    for width in (WIDE_WIDTH, STEADY_WIDTH) if graphs else (STEADY_WIDTH,):
+        with _logged(worker, f"draft extend of {width}"), worker._override_worker_state(1, width):
+            draft_worker.init_attention_backend()
+            draft_worker._capture_cuda_graphs()
+            runners[width] = draft_worker.cuda_graph_runner_for_draft_extend
+            narrow = {
+                "draft_extend_attn_backend": draft_worker.draft_extend_attn_backend,
+                "cuda_graph_runner_for_draft_extend": runners[width],
+            }
+    return narrow, runners
 
 
 def _build_plain(worker: Any, graphs: bool) -> SpecRuntimeState:

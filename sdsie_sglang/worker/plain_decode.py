@@ -6,6 +6,7 @@ edits afterwards, as it does for every speculative forward.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,15 +34,8 @@ def decode_plain(
     Returns:
         SGLang's result, in the speculative schema with width 1, and the entropies [bs] in bits.
     """
-    rows, seq_lens = batch.req_pool_indices, batch.seq_lens
-    pending = batch.spec_info.bonus_tokens
-    bs = seq_lens.shape[0]
-    new_seq_lens = seq_lens + 1
-
-    history.write(rows, seq_lens, pending)
-    batch.input_ids = pending.to(torch.int64)
-    batch.out_cache_loc = history.slots(rows, seq_lens)
-    history.mark(batch.out_cache_loc, valid=False)
+    bs = batch.seq_lens.shape[0]
+    batch.input_ids, batch.out_cache_loc, new_seq_lens = history.plain_step(batch, batch.spec_info.bonus_tokens)
     batch.seq_lens = new_seq_lens  # a DECODE counts its own token
     if batch.seq_lens_cpu is not None:
         batch.seq_lens_cpu = batch.seq_lens_cpu + 1
@@ -69,16 +63,24 @@ def decode_plain(
         on_publish(new_seq_lens)
     for state in states:
         state.missed += 1
+    accept_lens, accept_index = _one_each(bs, next_ids.device)
     result = GenerationBatchResult(
         logits_output=logits,
         next_token_ids=next_ids,
         can_run_cuda_graph=out.can_run_cuda_graph,
         speculative_num_draft_tokens=1,
-        accept_lens=torch.ones(bs, dtype=torch.int32, device=next_ids.device),
-        accept_index=torch.arange(bs, dtype=torch.int32, device=next_ids.device).unsqueeze(1),
+        accept_lens=accept_lens,
+        accept_index=accept_index,
         new_seq_lens=new_seq_lens,
         routed_experts_output=out.routed_experts_output,
         indexer_topk_output=out.indexer_topk_output,
         extra_keep_alive_refs=[forward_batch],
     )
     return result, entropies
+
+
+@cache
+def _one_each(bs: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Accept lengths [bs] and indices [bs, 1] where every request commits its one token; SGLang only copies them."""
+    ones = torch.ones(bs, dtype=torch.int32, device=device)
+    return ones, torch.arange(bs, dtype=torch.int32, device=device).unsqueeze(1)

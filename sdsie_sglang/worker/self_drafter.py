@@ -23,19 +23,10 @@ class NoHistory(DraftHistory):
     """Takes a `DraftHistory`'s place where the draft has no KV of its own that could fall behind."""
 
     def __init__(self, req_to_token: torch.Tensor) -> None:
-        self._req_to_token = req_to_token
-
-    def slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return self._req_to_token[rows, positions].to(torch.int64)
-
-    def write(self, rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> None:
-        pass
-
-    def mark(self, slots: torch.Tensor, *, valid: bool) -> None:
-        pass
+        super().__init__(req_to_token, kv_slots=0)
 
     def prefilled(self, batch: Any, states: list[RequestState]) -> None:
-        pass
+        """The prompt's KV is the target's own."""
 
 
 class SelfDrafter:
@@ -80,5 +71,5 @@ class SelfDrafter:
             device=batch.device,
         )
 
-    def verified(self, batch: Any, states: list[RequestState], result: Any, draft_tokens: torch.Tensor) -> None:
+    def verified(self, states: list[RequestState]) -> None:
         """Nothing to remember: the verify pass wrote the KV that counts."""

@@ -72,17 +72,17 @@ class SdsieWorker(StandaloneWorkerV2):
     def init_cuda_graphs(self) -> None:
         """Called by SGLang once pools and backends exist."""
         super().init_cuda_graphs()
-        self._bundles = build_gears(self, self.gate.gears, self._graphs)
+        self._bundles, extend_graphs = build_gears(self, self.gate.gears, self._graphs)
         # SGLang's swap skips the gear that it believes to be in force, whose start-up resources are not ours.
         self.speculative_num_steps = -1
         self.apply_runtime_state(self._bundles[max(self.gate.gears)])
-        self.drafter = self._build_drafter()
+        self.drafter = self._build_drafter(extend_graphs)
         self._stub_topk = (
             torch.zeros((self.req_to_token_pool.size, 1), dtype=torch.float32, device=self.device),
             torch.zeros((self.req_to_token_pool.size, 1), dtype=torch.int64, device=self.device),
         )
 
-    def _build_drafter(self) -> Drafter | SelfDrafter:
+    def _build_drafter(self, extend_graphs: dict[int, Any]) -> Drafter | SelfDrafter:
         req_to_token = self.req_to_token_pool.req_to_token
         if isinstance(self._draft_worker, SelfDraftWorker):
             return SelfDrafter(self._draft_worker, self._target_worker, req_to_token)
@@ -91,6 +91,7 @@ class SdsieWorker(StandaloneWorkerV2):
             self._draft_worker,
             self._target_worker,
             DraftHistory(req_to_token, 0 if get_memory().disable_radix_cache else kv_slots),
+            extend_graphs,
             chunk_tokens=chunk if (chunk := get_schedule().chunked_prefill_size or 0) > 0 else CHUNK_TOKENS,
         )
 
@@ -165,13 +166,13 @@ class SdsieWorker(StandaloneWorkerV2):
         passes_before = self.drafter.passes.total
         self._target_worker.model_runner.shared_read_done_event = None
         if self.speculative_num_steps == 0:
-            result, entropies = decode_plain(
+            result, numbers = decode_plain(
                 batch, states, self._target_worker, self.drafter.history, on_publish, grammar_barrier
             )
             bonus = result.next_token_ids
             catch_up_passes = 0
         else:
-            result, entropies = self._run_speculative(batch, states, on_publish, grammar_barrier)
+            result, numbers = self._run_speculative(batch, states, on_publish, grammar_barrier)
             bonus = result.next_draft_input.bonus_tokens
             catch_up_passes = self.drafter.catch_up_passes
         result.next_draft_input = self._pending(bonus)
@@ -190,7 +191,7 @@ class SdsieWorker(StandaloneWorkerV2):
                 rids=[req.rid for req in batch.reqs],
                 states=states,
                 gates=[state.gate for state in states],
-                numbers=HostCopy(torch.cat([result.accept_lens.unsqueeze(1), entropies.view(len(states), -1)], dim=1)),
+                numbers=HostCopy(numbers),
             )
         )
         return result
@@ -202,22 +203,21 @@ class SdsieWorker(StandaloneWorkerV2):
         on_publish: Callable[[torch.Tensor], None] | None,
         grammar_barrier: Callable[[], None] | None,
     ) -> tuple[GenerationBatchResult, torch.Tensor]:
-        """Draft, verify, publish. Entropies are [bs] or, where the policy folds all, [bs, K+1] bits."""
-        k = self.speculative_num_steps
+        """Draft, verify, publish. Returns with the result what `Cycle.numbers` holds."""
+        k, bs = self.speculative_num_steps, len(states)
         batch.spec_info = verify_input = self.drafter.propose(batch, states, k)
         rows, seq_lens = batch.req_pool_indices, batch.seq_lens
         result = self.verify(batch, grammar_barrier=grammar_barrier)
         if on_publish is not None:
             on_publish(result.new_seq_lens)
-        logits = raw_logits_of(result.logits_output)
-        if self.gate.settings.fold == "all":
-            entropies = entropy_bits(logits)
-        else:
-            first = torch.arange(len(states), device=logits.device) * (k + 1)
-            entropies = entropy_bits(logits, first + result.accept_lens.to(torch.int64) - 1)
         batch.req_pool_indices, batch.seq_lens = rows, seq_lens
-        self.drafter.verified(batch, states, result, verify_input.draft_token.view(len(states), k + 1))
-        return result, entropies
+        logits, every = raw_logits_of(result.logits_output), self.gate.settings.fold == "all"
+        numbers = torch.empty(bs + (bs * (k + 1) if every else bs), dtype=torch.float32, device=logits.device)
+        chain = verify_input.draft_token.view(bs, k + 1)
+        last = self.drafter.history.close_window(rows, result, chain, numbers)
+        entropy_bits(logits, None if every else last, out=numbers[bs:])
+        self.drafter.verified(states)
+        return result, numbers
 
     def _pending(self, bonus_tokens: torch.Tensor) -> EagleDraftInput:
         """What SGLang carries to the next cycle: the drawn token. It slices the top-k fields when a

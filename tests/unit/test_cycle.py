@@ -1,7 +1,6 @@
-import torch
-
 from sdsie_sglang.gears import Observation
-from sdsie_sglang.worker.cycle import Cycle, HostCopy
+from sdsie_sglang.worker.cycle import Cycle
+from tests.unit.cycle_numbers import host_copy
 
 
 def cycle_of(k, numbers):
@@ -14,7 +13,7 @@ def cycle_of(k, numbers):
         rids=["r"] * n,
         states=[None] * n,
         gates=[None] * n,
-        numbers=HostCopy(torch.tensor(numbers)),
+        numbers=host_copy(k, numbers),
     )
 
 

@@ -4,13 +4,13 @@ import json
 import math
 
 import pytest
-import torch
 
 from sdsie_sglang.gears import PolicySettings
 from sdsie_sglang.telemetry.metrics import NoMetrics
 from sdsie_sglang.telemetry.trace import FileTrace, NoTrace
-from sdsie_sglang.worker.cycle import Cycle, HostCopy
+from sdsie_sglang.worker.cycle import Cycle
 from sdsie_sglang.worker.gate import Gate
+from tests.unit.cycle_numbers import host_copy
 
 
 class CountingMetrics(NoMetrics):
@@ -35,7 +35,7 @@ def launch(gate, states, k, entropies, committed=1):
         rids=[str(i) for i in range(len(states))],
         states=states,
         gates=[state.gate for state in states],
-        numbers=HostCopy(torch.tensor(rows)),
+        numbers=host_copy(k, rows),
     )
     gate.launched(cycle)
     return cycle
@@ -117,9 +117,7 @@ def test_fold_all_sees_only_committed_positions(tmp_path):
     gate = make_gate(lag=1, fold="all", trace=FileTrace(str(tmp_path / "t.jsonl")))
     state = gate.new_state()
     k = gate.next_gear([state])
-    cycle = Cycle(
-        0, k, k, 0, ["r"], [state], [state.gate], HostCopy(torch.tensor([[2.0, 0.1, 0.2, 9.0, 9.0, 9.0, 9.0]]))
-    )
+    cycle = Cycle(0, k, k, 0, ["r"], [state], [state.gate], host_copy(k, [[2.0, 0.1, 0.2, 9.0, 9.0, 9.0, 9.0]]))
     assert [list(seen.entropy_bits) for seen in cycle.settle()] == [pytest.approx([0.1, 0.2])]
     gate.launched(cycle)
     gate.settle_oldest()
