@@ -1,10 +1,9 @@
 """Where a decode cycle's time goes on a GPU: kernels by stage and kind, launches, and the time in which nothing runs.
 
-    python scripts/profile_cycle.py OUT.json [--target DIR --draft DIR] [--variants plain k5 standalone]
+    python scripts/profile_cycle.py RECORD.json     prints, as Markdown, what bench_gears.py --profile traced
 
-The servers are those of `bench_gears.py`, one busy at a time; each is traced by SGLang's own torch profiler,
-GPU activity only, so that the host is hardly slowed. A cycle lasts from one start of the target's graph to the
-next. If OUT.json is there it is only printed.
+Traced by SGLang's own torch profiler, GPU activity only, so that the host is hardly slowed. A cycle lasts from one
+start of a graph to its next.
 """
 
 import argparse
@@ -22,9 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bench_gears import SHAPES, VARIANTS, server_plans, start_all, write_shape
-
-from sdsie_sglang.eval import headline, machine
+from sdsie_sglang.eval import machine
 from sdsie_sglang.eval.server import Server
 
 CYCLES = 12
@@ -86,9 +83,11 @@ def summarise(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """
     launches = launches_of(events)
     graphs = [launch for launch in launches if len(launch.kernels) > GRAPH_KERNELS]
-    largest = max(graph.busy_us for graph in graphs)
-    targets = [graph for graph in graphs if graph.busy_us > 0.7 * largest]
-    edges = [graph.start for graph in targets]
+    if not graphs:
+        raise ValueError("no graph in the trace")
+    # Each graph runs once a cycle, so any of them marks it. The target's kernels last longest: its matrices are larger.
+    edges = [graph.start for graph in graphs if len(graph.kernels) == len(graphs[0].kernels)]
+    largest = max(graphs, key=lambda graph: graph.busy_us / len(graph.kernels))
     if len(edges) < 4:
         raise ValueError(f"only {len(edges)} cycles in the trace")
     edges = edges[1:]  # the first may be cut
@@ -98,7 +97,7 @@ def summarise(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for launch in inside:
         count = len(launch.kernels)
         name = "loose kernels" if count <= GRAPH_KERNELS else f"graph of {count} kernels"
-        if launch in targets:
+        if count == len(largest.kernels):
             name = f"target, {name}"
         stage = stages.setdefault(name, {"launches": 0.0, "kernels": 0.0, "busy_us": 0.0, "span_us": 0.0, "kinds": {}})
         stage["launches"] += 1 / cycles
@@ -128,8 +127,9 @@ def summarise(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def trace(server: Server, batch: int, folder: Path) -> list[dict[str, Any]]:
+def trace(server: Server, batch: int) -> list[dict[str, Any]]:
     """Chrome-trace events of some steady cycles."""
+    folder = Path(tempfile.mkdtemp(prefix="sdsie-profile-"))
     prompts = [[(7 * i + 31 * j) % 1000 + 10 for j in range(64)] for i in range(batch)]
     body = {"input_ids": prompts, "sampling_params": {"temperature": 0.0, "max_new_tokens": 600, "ignore_eos": True}}
     burst = threading.Thread(target=lambda: server.post("/generate", body))
@@ -148,31 +148,6 @@ def trace(server: Server, batch: int, folder: Path) -> list[dict[str, Any]]:
     file = files[-1]
     raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     return json.loads(raw)["traceEvents"]
-
-
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    scratch = Path(tempfile.mkdtemp(prefix="sdsie-profile-"))
-    target = args.target or write_shape(scratch / "target", "8b")
-    draft = args.draft or write_shape(scratch / "draft", "1b")
-    plans = server_plans(args, target, draft)
-    record: dict[str, Any] = {
-        "machine": machine.describe(),
-        "command": headline.this_command(),
-        "date": headline.today(),
-        "shapes": SHAPES if args.target is None else [str(target), str(draft)],
-        "profiles": {},
-    }
-    needed = {VARIANTS[name][0] for name in args.variants}
-    with start_all({name: plan for name, plan in plans.items() if name in needed}, scratch) as servers:
-        for name in args.variants:
-            server_name, policy = VARIANTS[name]
-            if policy is not None:
-                servers[server_name].set_policy(**policy)
-            for batch in args.batch:
-                folder = Path(tempfile.mkdtemp(dir=scratch))
-                record["profiles"][f"{name}, batch {batch}"] = summarise(trace(servers[server_name], batch, folder))
-                print(f"{name}, batch {batch}: traced", flush=True)
-    return record
 
 
 def table(record: dict[str, Any]) -> str:
@@ -202,20 +177,12 @@ def table(record: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--target", type=Path)
-    parser.add_argument("--draft", type=Path)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1])
-    parser.add_argument("--variants", nargs="+", default=["plain", "gear0", "standalone", "k5"], choices=list(VARIANTS))
-    parser.add_argument("--sglang", nargs=argparse.REMAINDER, default=[], help="further flags for every server")
-    parser.set_defaults(demo=False)
+    parser.add_argument("record", type=Path)
     args = parser.parse_args()
-    if args.out.exists():
-        record = json.loads(args.out.read_text())
-    else:
-        record = measure(args)
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+    record = json.loads(args.record.read_text())
+    if "profiles" not in record:
+        print(f"{args.record} holds no profiles: measure with bench_gears.py --profile", file=sys.stderr)
+        return 2
     print(table(record))
     return 0
 
