@@ -74,6 +74,11 @@ def policies(costs: Path, k: int) -> dict[str, dict[str, Any]]:
     }
 
 
+def served_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """As a running server takes them: it has its own cost table from its start."""
+    return {name: value for name, value in settings.items() if name != "cost_table"}
+
+
 def serve(server: Server, policy: str, prompt: str, ids: list[int], tokens: int) -> Served:
     """One answer, streamed."""
     arrived, final = [], {}
@@ -128,7 +133,7 @@ def main() -> None:
         help="written by eval.calibrate on this machine",
     )
     parser.add_argument("--traces", type=Path, default=TRACES)
-    parser.add_argument("--url", help="a running server with the demo pair")
+    parser.add_argument("--url", help="a running server with the demo pair and this cost table")
     parser.add_argument("--limit", type=int, help="only the first prompts")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("-k", type=int, default=5, help="the fixed gear")
@@ -148,6 +153,7 @@ def main() -> None:
     gears = ",".join(map(str, table.gears))
     arguments = ["--model-path", str(models.target), "--speculative-draft-model-path", str(models.draft)]
     arguments += ["--sdsie-gears", gears, "--dtype", "float32", "--disable-radix-cache"]
+    arguments += ["--sdsie-policy", "plain", "--sdsie-cost-table", str(options.costs.resolve())]
     with Attached(options.url) if options.url else Server.start(arguments) as server:
         lag = server.sdsie()["gate"]["lag"]
         prompts = [
@@ -194,10 +200,10 @@ def serve_all(
     for i, name in tqdm(turns, desc="answers"):
         prompt, ids = prompts[i]
         if warmup_tokens and i == 0 and name != "cost gate":
-            server.set_policy(**wanted[name])
+            server.set_policy(**served_settings(wanted[name]))
             server.generate(ids, max_new_tokens=warmup_tokens)
         if name != before:
-            server.set_policy(**wanted[name])
+            server.set_policy(**served_settings(wanted[name]))
         before = name
         done.append(serve(server, name, prompt, ids, tokens))
     return done

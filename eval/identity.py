@@ -92,7 +92,7 @@ def main() -> int:
         todo = [cell for cell in cells() if cell[0] == overlap and key(*cell) not in record["cells"]]
         if not todo:
             return
-        drafted = ["--speculative-draft-model-path", draft, *OVERLAP[overlap]]
+        drafted = ["--speculative-draft-model-path", draft, "--sdsie-policy", "fixed", *OVERLAP[overlap]]
         with Server.start([*common, *drafted]) as server:
             for cell in todo:
                 _, policy, at_once = cell

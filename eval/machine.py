@@ -18,7 +18,7 @@ def describe() -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
         "commit": _commit(),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "gpus": _gpus(),
     }
@@ -51,7 +51,8 @@ def _commit() -> str | None:
     return done.stdout.strip()
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor, as the kernel names it."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -74,7 +74,11 @@ def change_policy(original: Callable[..., Any], controller: Any, recv_req: Any) 
         return SetInternalStateReqOutput(updated=False)
     if rest and not original(controller, SetInternalStateReq(server_args=rest)).updated:
         return SetInternalStateReqOutput(updated=False)
-    gate.change(settings)  # type: ignore[union-attr]
+    try:
+        gate.change(settings)  # type: ignore[union-attr]
+    except (ValueError, OSError) as error:  # a cost table that went away just now
+        logger.warning("sdsie: policy not changed: %s", error)
+        return SetInternalStateReqOutput(updated=False)
     return SetInternalStateReqOutput(updated=True)
 
 

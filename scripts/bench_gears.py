@@ -109,7 +109,7 @@ def server_plans(args: argparse.Namespace, target: Path, draft: Path) -> dict[st
             [*common, *drafted, *steps, "--sdsie-off", "--speculative-algorithm", "STANDALONE"],
             accept,
         ),
-        "gears": ([*common, *drafted, "--sdsie-gears", "0,5"], accept),
+        "gears": ([*common, *drafted, "--sdsie-policy", "fixed", "--sdsie-gears", "0,5"], accept),
     }
     if simulated:  # SGLang's own faster product of one row with a matrix, off by default
         arguments, env = plans["standalone"]

@@ -20,8 +20,9 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
 
     flag(
         "policy",
-        "plain: gear 0 always. fixed: gear K always (default). entropy: gear K while the target's entropy is "
-        "low, else 0. schedule: a written sequence. cost: learns, from a cost table (settings file)",
+        "plain: gear 0 always. fixed: gear K always. entropy: gear K while the target's entropy is low, else 0. "
+        "schedule: a written sequence. cost: the gear that should earn most for what it costs, learned while "
+        "serving. Left out: cost, with a cost table that is measured once on this machine",
         metavar="NAME",
     )
     flag("k", f"draft tokens a cycle, 1 to {MAX_K} (default 5)", type=int, metavar="K")
@@ -37,6 +38,19 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     )
     flag("schedule", "for --sdsie-policy schedule: gear x cycles, for ever, as 5x8,0x8", metavar="TEXT")
     flag("gears", "every K to prepare at start, as 0,3,5 (default: those of the policy)", metavar="LIST")
+    flag(
+        "cost-table", "for --sdsie-policy cost: what each gear costs, a file written by eval.calibrate", metavar="FILE"
+    )
+    flag("objective", "what --sdsie-policy cost is after: speed (default) or energy", metavar="NAME")
+    flag("explore", "share of the cost that it may spend on exploring (default 0.005)", type=float, metavar="SHARE")
+    flag("seed", "of its exploration (default 0)", type=int, metavar="N")
+    flag("no-calibrate", "never measure a cost table; without one, fixed K = 5 is served", action="store_true")
+    flag(
+        "calibration-seconds",
+        "what measuring one may take, besides starting a server for it (default 60)",
+        type=float,
+        metavar="S",
+    )
     flag("trace", "append one JSON line a cycle to this file", metavar="FILE")
     flag(
         "draft",
@@ -54,10 +68,18 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     flag("off", "serve with SGLang exactly as shipped (the baseline)", action="store_true")
 
 
-def config_from_args(args: argparse.Namespace) -> SdsieConfig:
-    """SDSIE_CONFIG, overridden by the settings file, overridden by the flags. Raises ConfigError."""
+def settings_from_args(args: argparse.Namespace) -> dict[str, Any]:
+    """SDSIE_CONFIG, overridden by the settings file, overridden by the flags; only what was given.
+
+    Raises ConfigError.
+    """
     given = {key.removeprefix(PREFIX): value for key, value in vars(args).items() if key.startswith(PREFIX)}
     given.pop("off", None)
     path = given.pop("settings", None)
     layers = [settings_from_env(), load_settings_file(path) if path is not None else {}, given]
-    return parse_config({setting_name(key): value for layer in layers for key, value in layer.items()})
+    return {setting_name(key): value for layer in layers for key, value in layer.items()}
+
+
+def config_from_args(args: argparse.Namespace) -> SdsieConfig:
+    """`settings_from_args`, validated. Raises ConfigError."""
+    return parse_config(settings_from_args(args))

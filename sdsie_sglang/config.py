@@ -7,19 +7,23 @@ or `sgl.Engine` may write by hand.
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from sdsie_sglang.gears.cost_table import load_cost_table
 from sdsie_sglang.gears.settings import MAX_K, PolicySettings, first_error
 from sdsie_sglang.int4.settings import Int4Settings
 
 CONFIG_VARIABLE = "SDSIE_CONFIG"
 OFF_VARIABLE = "SDSIE_OFF"
+CACHE_VARIABLE = "SDSIE_CACHE"
 ALGORITHM = "SDSIE"
-OWN = ("gears", "trace", "draft")  # settings of the server itself, beside the policy's and those of INT4
+# Settings of the server itself, beside the policy's and those of INT4.
+OWN = ("gears", "trace", "draft", "no_calibrate", "calibration_seconds")
 INT4_PREFIX = "int4_"
 
 
@@ -32,11 +36,13 @@ class SdsieConfig(BaseModel):
 
     Args:
         policy: may be changed while the server runs.
-        gears: every K whose resources are built at start; None builds those of `policy`, or all of
-            0 to 7 where they cost nothing (the CPU engine captures no graphs).
+        gears: every K whose resources are built at start; None builds those of `policy` and of its cost
+            table, or all of 0 to 7 where they cost nothing (the CPU engine captures no graphs).
         trace: file that receives one JSON line a cycle.
         draft: who drafts: a model of its own, or the target in INT4 on its own KV.
         int4: how INT4 weights are made, of the self-draft or of --quantization sdsie_int4.
+        no_calibrate: the launcher measures no cost table, even if it needs one.
+        calibration_seconds: what measuring one may take, the start of the server that it needs not counted.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -46,6 +52,8 @@ class SdsieConfig(BaseModel):
     trace: str | None = None
     draft: Literal["model", "self-int4"] = "model"
     int4: Int4Settings = Field(default_factory=Int4Settings)
+    no_calibrate: bool = False
+    calibration_seconds: float = Field(default=60.0, gt=0.0, le=3600.0)
 
     @property
     def drafts_itself(self) -> bool:
@@ -57,19 +65,37 @@ class SdsieConfig(BaseModel):
         if self.gears is not None:
             if not self.gears or not all(0 <= k <= MAX_K for k in self.gears):
                 raise ValueError(f"gears must be from 0 to {MAX_K}")
-            missing = sorted(set(self.policy.gears) - set(self.gears))
-            if missing:
-                raise ValueError(f"gears {list(self.gears)} lack {missing}, which the policy asks for")
+            self._check_gears(set(self.gears))
+        elif self.policy.cost_table is not None:
+            self._table_gears()  # raises where the table cannot be used, whatever the policy is for now
         return self
+
+    def _check_gears(self, gears: set[int]) -> None:
+        """The cost gate chooses among the gears named here, which its table must know; others need all of theirs."""
+        if self.policy.policy == "cost":
+            unknown = sorted(gears - set(self._table_gears()))
+            if unknown:
+                raise ValueError(f"gears {unknown} are not in the cost table {self.policy.cost_table}")
+            if not gears - {0}:
+                raise ValueError("policy cost needs a gear besides 0 to choose from")
+            return
+        missing = sorted(set(self.policy.gears) - gears)
+        if missing:
+            raise ValueError(f"gears {sorted(gears)} lack {missing}, which the policy asks for")
+
+    def _table_gears(self) -> tuple[int, ...]:
+        return load_cost_table(self.policy.cost_table).gears if self.policy.cost_table is not None else ()
 
     def built_gears(self, *, graphs: bool) -> tuple[int, ...]:
         """Gears to prepare at start, ascending. Gear 0 is always among them: it is the fallback."""
         if self.gears is not None:
             return tuple(sorted({0, *self.gears}))
-        return tuple(sorted({0, *self.policy.gears})) if graphs else tuple(range(MAX_K + 1))
+        if not graphs:
+            return tuple(range(MAX_K + 1))
+        return tuple(sorted({0, *self.policy.gears, *self._table_gears()}))
 
 
-def parse_config(values: dict[str, Any]) -> SdsieConfig:
+def parse_config(values: Mapping[str, Any]) -> SdsieConfig:
     """Flat settings (the names of the flags, without `sdsie_`) -> SdsieConfig. Raises ConfigError."""
     values = {setting_name(key): value for key, value in values.items()}
     own = {key: values[key] for key in OWN if key in values}
@@ -98,11 +124,13 @@ def parse_gears(text: str) -> tuple[int, ...]:
 
 
 def parse_policy(values: Any) -> PolicySettings:
-    """Settings for a running server. Raises ConfigError."""
+    """Settings for a running server, with the cost table that it was started with. Raises ConfigError."""
     if not isinstance(values, dict):
         raise ConfigError(f"policy settings must be an object, not {type(values).__name__}")
+    if "cost_table" in values:
+        raise ConfigError("cost_table: a running server keeps the one it was started with (--sdsie-cost-table)")
     try:
-        return PolicySettings(**values)
+        return PolicySettings(**values, cost_table=settings_from_env().get("cost_table"))
     except ValidationError as error:
         raise ConfigError(first_error(error)) from None
 
@@ -127,7 +155,7 @@ def flat(config: SdsieConfig) -> dict[str, Any]:
 
 
 def settings_from_env() -> dict[str, Any]:
-    """Flat settings that SDSIE_CONFIG holds; none if it is not set. Raises ConfigError."""
+    """Flat settings that SDSIE_CONFIG holds, as given; none if it is not set. Raises ConfigError."""
     text = os.environ.get(CONFIG_VARIABLE)
     if not text:
         return {}
@@ -137,7 +165,7 @@ def settings_from_env() -> dict[str, Any]:
         raise ConfigError(f"{CONFIG_VARIABLE} is not JSON") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{CONFIG_VARIABLE} must be a JSON object")
-    return values
+    return {setting_name(key): value for key, value in values.items()}
 
 
 def config_from_env() -> SdsieConfig:
@@ -158,3 +186,11 @@ def is_off() -> bool:
 def turn_off() -> None:
     """For this process and every process it starts."""
     os.environ[OFF_VARIABLE] = "1"
+
+
+def cache_dir() -> Path:
+    """What is made once and kept: `$SDSIE_CACHE`, else `$XDG_CACHE_HOME/sdsie`, else `~/.cache/sdsie`."""
+    own = os.environ.get(CACHE_VARIABLE)
+    if own:
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sdsie"

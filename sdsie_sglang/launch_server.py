@@ -7,14 +7,14 @@ SGLang's CPU engine.
 import argparse
 import os
 import sys
-from itertools import pairwise
-from pathlib import Path
+from collections.abc import Mapping
+from typing import Any
 
-import yaml
-
-from sdsie_sglang.cli import add_cli_args, config_from_args
-from sdsie_sglang.config import ALGORITHM, ConfigError, SdsieConfig, config_to_env, turn_off
+from sdsie_sglang.arguments import gives, value_of
+from sdsie_sglang.cli import add_cli_args, settings_from_args
+from sdsie_sglang.config import ALGORITHM, ConfigError, config_from_env, config_to_env, parse_config, turn_off
 from sdsie_sglang.cpu_engine import enable as enable_cpu_engine
+from sdsie_sglang.default_policy import choose, completed, leaves_open, undecided
 from sdsie_sglang.plugin import InstallError, check_install
 
 PROG = "python -m sdsie_sglang.launch_server"
@@ -35,33 +35,6 @@ def _fail(message: str) -> "SystemExit":
     return SystemExit(2)
 
 
-def _names(arg: str, flag: str) -> bool:
-    """Whether `arg` is the flag, also cut short as argparse allows, with or without `=value`."""
-    name = arg.split("=", 1)[0]
-    return len(name) > len("--x") and name.startswith("--") and flag.startswith(name)
-
-
-def _gives(argv: list[str], flag: str) -> bool:
-    return any(_names(arg, flag) for arg in argv) or flag in _from_config_file(argv)
-
-
-def _from_config_file(argv: list[str]) -> set[str]:
-    """Flags that SGLang's own --config file gives; SGLang complains of a file that it cannot read."""
-    path = next((value for flag, value in pairwise(argv) if flag == "--config"), None)
-    try:
-        values = yaml.safe_load(Path(path).read_text()) if path is not None else None
-    except (OSError, ValueError, yaml.YAMLError):
-        return set()
-    return {f"--{str(key).replace('_', '-')}" for key in values} if isinstance(values, dict) else set()
-
-
-def _value(argv: list[str], flag: str) -> str | None:
-    for i, arg in enumerate(argv):
-        if _names(arg, flag):
-            return arg.split("=", 1)[1] if "=" in arg else next(iter(argv[i + 1 : i + 2]), None)
-    return None
-
-
 def split_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Our flags, and the rest for SGLang. Raises SystemExit(2) on a malformed flag of ours."""
     parser = argparse.ArgumentParser(prog=PROG, add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
@@ -77,11 +50,11 @@ def split_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def sglang_args(rest: list[str], *, off: bool, on_cpu: bool) -> list[str]:
     """SGLang's arguments with the defaults of this launcher added where they were not given."""
     added: list[str] = []
-    if not off and not _gives(rest, ALGORITHM_FLAG):
+    if not off and not gives(rest, ALGORITHM_FLAG):
         added += [ALGORITHM_FLAG, ALGORITHM]
     if on_cpu:
         for flag, value in CPU_DEFAULTS.items():
-            if not _gives(rest, flag):
+            if not gives(rest, flag):
                 added += [flag] if value is None else [flag, value]
     return [*rest, *added]
 
@@ -106,47 +79,64 @@ def main(argv: list[str]) -> None:
     wants_help = "-h" in rest or "--help" in rest
     try:
         check_install()
-        config = config_from_args(ours)
+        settings = completed(settings_from_args(ours), rest)
+        undecided(settings) if leaves_open(settings) else parse_config(settings)
     except (ConfigError, InstallError) as error:
         raise _fail(str(error)) from None
     on_cpu = enable_cpu_engine()
     if wants_help:
         return _print_help()
     off = getattr(ours, "sdsie_off", False)
-    algorithm = (_value(rest, ALGORITHM_FLAG) or ALGORITHM).upper()
+    algorithm = (value_of(rest, ALGORITHM_FLAG) or ALGORITHM).upper()
     if vars(ours) and (algorithm != ALGORITHM or off) and set(vars(ours)) != {"sdsie_off"}:
         given = f"{ALGORITHM_FLAG} {algorithm}" if algorithm != ALGORITHM else "--sdsie-off"
         raise _fail(f"--sdsie-* flags mean nothing with {given}")
-    serve(config, sglang_args(rest, off=off, on_cpu=on_cpu), off=off)
+    serve(settings, sglang_args(rest, off=off, on_cpu=on_cpu), off=off)
 
 
-def serve(config: SdsieConfig, arguments: list[str], *, off: bool) -> None:
+def serve(settings: Mapping[str, Any], arguments: list[str], *, off: bool) -> None:
     """Hands over to SGLang; settings travel to its processes in the environment."""
-    algorithm = _value(arguments, ALGORITHM_FLAG)
+    algorithm = value_of(arguments, ALGORITHM_FLAG)
     if off and (algorithm or "").upper() == ALGORITHM:
         raise _fail(f"--sdsie-off contradicts {ALGORITHM_FLAG} {ALGORITHM}")
-    turn_off() if off else config_to_env(config)
+    is_open = leaves_open(settings)
+    turn_off() if off else config_to_env(undecided(settings) if is_open else parse_config(settings))
 
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
     try:
-        server_args = prepare_server_args(arguments)
-        if (server_args.speculative_algorithm or "").upper() == ALGORITHM:
-            from sdsie_sglang.algorithm import check_drafting
+        server_args = _resolved(arguments)
+        if is_open and (server_args.speculative_algorithm or "").upper() == ALGORITHM:
+            from sglang.srt.arg_groups.overrides import resolving_view
 
-            # SGLang takes a folder that is not there for a name on a model hub.
-            check_drafting(server_args, config)
-        server_args.resolve_once()
+            from sdsie_sglang.calibration.conditions import conditions_of
+
+            args, conditions = resolving_view(server_args), conditions_of(server_args, config_from_env())
+            config_to_env(choose(settings, args, conditions, arguments))
+            server_args = _resolved(arguments)  # anew: the widest gear sizes SGLang's buffers
     except (ValueError, OSError, AssertionError) as error:
         raise _fail(" ".join(str(error).split())) from None
     try:
         run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _resolved(arguments: list[str]) -> Any:
+    """SGLang's ServerArgs, checked before any weight is loaded. Raises ValueError, OSError, AssertionError."""
+    from sglang.srt.server_args import prepare_server_args
+
+    server_args = prepare_server_args(arguments)
+    if (server_args.speculative_algorithm or "").upper() == ALGORITHM:
+        from sdsie_sglang.algorithm import check_drafting
+
+        # SGLang takes a folder that is not there for a name on a model hub.
+        check_drafting(server_args, config_from_env())
+    server_args.resolve_once()
+    return server_args
 
 
 if __name__ == "__main__":

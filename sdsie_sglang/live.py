@@ -6,7 +6,7 @@ _live: dict[str, Any] = {}
 
 
 def set_live(status: dict[str, Any]) -> None:
-    """Called once, when everything has been checked and registered."""
+    """Adds to what is live: when all is checked and registered, and when the worker knows its conditions."""
     _live.update(status)
 
 

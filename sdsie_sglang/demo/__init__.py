@@ -6,8 +6,8 @@
 or `python -m sdsie_sglang.demo [--out DIR]`.
 """
 
+from sdsie_sglang.config import cache_dir
 from sdsie_sglang.demo.checkpoints import DemoCheckpoints, compose
 from sdsie_sglang.demo.errors import DemoError
-from sdsie_sglang.demo.paths import cache_dir
 
 __all__ = ["DemoCheckpoints", "DemoError", "cache_dir", "compose"]

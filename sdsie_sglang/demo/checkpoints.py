@@ -15,10 +15,10 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
+from sdsie_sglang.config import cache_dir
 from sdsie_sglang.demo.digest import sha256_of
 from sdsie_sglang.demo.errors import DemoError
 from sdsie_sglang.demo.gguf_source import GGUF_SHA256
-from sdsie_sglang.demo.paths import cache_dir
 from sdsie_sglang.demo.target import CHAT_FILES, llama_config, write_target
 
 WEIGHTS = Path(__file__).with_name("weights")

@@ -140,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
 
     say("\nThe same with gears")
     trace = Path(tempfile.mkdtemp(prefix="sdsie-demo-")) / "cycles.jsonl"
-    drafted = [*common, "--speculative-draft-model-path", draft, "--sdsie-trace", str(trace)]
+    drafted = [*common, "--speculative-draft-model-path", draft, "--sdsie-policy", "fixed", "--sdsie-trace", str(trace)]
     if not args.all_gears:
         drafted += ["--sdsie-gears", "0,5"]
     launched = time.perf_counter()

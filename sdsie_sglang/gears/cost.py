@@ -11,8 +11,9 @@ at the current batch size.
 """
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from sdsie_sglang.gears.cost_table import CostTable, GearCosts, Objective
 from sdsie_sglang.gears.limits import MAX_K
@@ -28,6 +29,11 @@ GRANT_CYCLES = 12
 """What may be explored, in cycles of the widest gear, because a request is new and may be unlike all before it. Spent
 only while a gear may well be better than the one thought best."""
 MOST_GRANTED_CYCLES = 24
+GRANT_SHARE = 0.01
+MOST_OWED_CYCLES = 48
+"""Grants spent in vain are owed: this share of the total cost pays them back, and so does text that turns out to be
+worth drafting. While this much is owed, nothing is granted: short requests that can't be drafted would else cost more
+than all that is saved elsewhere."""
 HOPE = 1.5
 """Standard deviations that "may well be" means."""
 
@@ -63,6 +69,17 @@ class CostGate:
             self._lengths.add(entropy, self._own, seen.k, seen.accepted)
 
 
+class _Decision(NamedTuple):
+    """One cycle's, kept as it was made: turned into words only when somebody asks."""
+
+    gear: int
+    exploring: bool
+    batch: int
+    tokens: dict[int, float]
+    cost: dict[int, float]
+    rate: float
+
+
 class CostPolicy:
     """Chooses one gear for the whole batch from the sum over its requests.
 
@@ -71,7 +88,8 @@ class CostPolicy:
 
     It explores wider gears than it thinks best, but even if all that they draft were wrong, this takes at most
     the share `explore` of the total cost, besides a grant for new requests that is spent only in gear 0, which
-    teaches nothing. Before it has seen anything it believes that half of the drafted tokens are right.
+    teaches nothing. Where it is spent in vain it is bounded too: by `GRANT_SHARE`, and once by `MOST_OWED_CYCLES`.
+    Before it has seen anything it believes that half of the drafted tokens are right.
 
     Args:
         objective: "time" (ms) or "energy" (J; the table must have it).
@@ -91,9 +109,13 @@ class CostPolicy:
         self._regret = 0.0
         self._credit = 0.0
         self._grant = 0.0
+        self._owed = 0.0
         self._exploring = (0, 0)  # gear, cycles left
         self._trial = False  # drafting only to explore: its engaging is paid, going back is free
         self._earned = self._spent = 0.0  # multiples of gear 0's
+        self._chosen: Counter[int] = Counter()
+        self._explored = 0
+        self._last: _Decision | None = None
 
     def start_request(self) -> CostGate:
         return CostGate(self._lengths)
@@ -105,6 +127,7 @@ class CostPolicy:
         rate = len(gates) / cost[0] * (max(1.0, self._earned / self._spent) if self._spent else 1.0)
         worth = {k: tokens[k] - rate * cost[k] for k in cost}
         gear, left = self._exploring
+        best = None
         if left > 0:
             self._exploring = (gear, left - 1)
             k = gear
@@ -117,7 +140,33 @@ class CostPolicy:
         self._spent = RATE_DECAY * self._spent + cost[k] / cost[0]
         for gate in own:
             gate.decided(k)
+        self._chosen[k] += 1
+        self._explored += k != best
+        self._last = _Decision(k, k != best, len(gates), tokens, cost, rate)
         return k
+
+    def explain(self) -> dict[str, Any]:
+        """What it chose last and expected then, for the whole batch; how often it chose each gear.
+
+        `tokens` are those of a cycle; `worth` is what a cycle brings beyond what its cost earns elsewhere.
+        """
+        told: dict[str, Any] = {
+            "objective": self._objective,
+            "chosen": {str(k): n for k, n in sorted(self._chosen.items())},
+            "explored": self._explored,
+            "last": None,
+        }
+        if (last := self._last) is not None:
+            told["last"] = {
+                "gear": last.gear,
+                "exploring": last.exploring,
+                "batch": last.batch,
+                "tokens": {str(k): last.tokens[k] for k in last.cost},
+                "cost": {str(k): cost for k, cost in last.cost.items()},
+                "cost_unit": "ms" if self._objective == "time" else "J",
+                "worth": {str(k): last.tokens[k] - last.rate * cost for k, cost in last.cost.items()},
+            }
+        return told
 
     def _costs_at(self, batch: int) -> tuple[dict[int, float], dict[int, float]]:
         if batch not in self._costs:
@@ -168,6 +217,7 @@ class CostPolicy:
         new = sum(gate.fresh for gate in gates) / len(gates)
         self._grant = min(self._grant + new * GRANT_CYCLES * widest, MOST_GRANTED_CYCLES * widest)
         self._credit += self._explore * cost[best]
+        self._owed = 0.0 if best else max(0.0, self._owed - GRANT_SHARE * cost[best])
         self._trial = False
         wider = [k for k in cost if k > best]
         if not wider or self._explore == 0.0:
@@ -176,12 +226,14 @@ class CostPolicy:
         cycles = 1 if self._drafting and best else EXPLORE_CYCLES
         loss = cycles * (cost[gear] - cost[best]) + (0.0 if self._drafting else engaging[gear])
         if loss > self._credit:
-            if best or loss > self._credit + self._grant:
+            needed = loss - self._credit
+            if best or needed > self._grant or self._owed + needed > MOST_OWED_CYCLES * widest:
                 return best
             hoped = self._expected_tokens(gates, (best, gear), HOPE)
             if hoped[gear] - rate * cost[gear] <= hoped[best] - rate * cost[best]:
                 return best
-            self._grant -= loss - self._credit
+            self._grant -= needed
+            self._owed += needed
             loss = self._credit
         self._credit -= loss
         self._exploring = (gear, cycles - 1)

@@ -1,6 +1,7 @@
 """What a cycle of each gear costs at each batch size, as measured on one machine."""
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from stat import S_ISREG
@@ -41,12 +42,53 @@ class Engaging(BaseModel):
     ms: float = Field(ge=0.0)
 
 
+class Conditions(BaseModel):
+    """What a cycle's cost depends on, and a server says of itself.
+
+    Args:
+        target, draft: the models' names, for people; two names may be the same model.
+        target_config, draft_config: digests of their configurations.
+        hardware: the GPU's name, or the processor and its cores.
+        quantization, draft_quantization: None where the checkpoint says it, or there is none.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    target: str
+    target_config: str
+    draft: str
+    draft_config: str
+    hardware: str
+    dtype: str
+    attention_backend: str
+    tp_size: int = Field(ge=1)
+    quantization: str | None = None
+    draft_quantization: str | None = None
+
+    @property
+    def models(self) -> str:
+        """Target and draft in one phrase."""
+        return f"{self.target} and {self.draft}, {self.dtype}, {self.attention_backend}, tp_size {self.tp_size}"
+
+    def differences(self, measured: "Conditions") -> list[str]:
+        """What is not as it was `measured`, in words; empty if the costs hold here."""
+        names = {"target_config": "target", "draft_config": "draft"}
+        compared = [name for name in Conditions.model_fields if name not in names.values()]
+        return [
+            f"{names.get(name, name)} {getattr(self, names.get(name, name))}, not "
+            f"{getattr(measured, names.get(name, name))}"
+            for name in compared
+            if getattr(self, name) != getattr(measured, name)
+        ]
+
+
 class CostTable(BaseModel):
     """Every gear that can be chosen, at every batch size measured. Written by `eval.calibrate`.
 
     Args:
         models, where: target and draft, and the hardware, in words.
         method: how the figures were got.
+        conditions: of the server that was measured; None where nobody wrote them down.
         engaging: empty where it was not measured; it counts as nothing then.
         machine, command, date: what a record must say about itself.
     """
@@ -59,6 +101,7 @@ class CostTable(BaseModel):
     method: str
     cells: tuple[Cell, ...] = Field(min_length=1)
     engaging: tuple[Engaging, ...] = ()
+    conditions: Conditions | None = None
     machine: dict[str, Any] = Field(default_factory=dict)
     command: str = ""
     date: str = ""
@@ -84,6 +127,11 @@ class CostTable(BaseModel):
     def batches(self) -> tuple[int, ...]:
         """Batch sizes that were measured, ascending."""
         return tuple(sorted({cell.batch for cell in self.cells}))
+
+    def only(self, gears: Iterable[int]) -> "CostTable":
+        """The table without the gears that are not named; gear 0 stays."""
+        kept = {0, *gears}
+        return self.model_copy(update={"cells": tuple(cell for cell in self.cells if cell.k in kept)})
 
     def at(self, batch: int) -> "GearCosts":
         """Costs at one batch size: measured, or linear between the measured ones around it.
@@ -167,10 +215,12 @@ def load_cost_table(path: str | Path) -> CostTable:
         return _parse(str(path), state.st_mtime_ns)
     except OSError as error:
         raise ValueError(f"cost table {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"cost table {path}: not a text file") from None
     except ValidationError as error:
         first = error.errors()[0]
         message = first["msg"].removeprefix("Value error, ")
-        raise ValueError(f"cost table {path}: {'.'.join(map(str, first['loc']))} {message}") from None
+        raise ValueError(f"cost table {path}: {' '.join([*map(str, first['loc']), message])}") from None
 
 
 @lru_cache(maxsize=8)

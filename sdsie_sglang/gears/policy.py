@@ -1,12 +1,12 @@
 """Policies: from what the cycles so far have shown to the gear of the next one."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from sdsie_sglang.gears.clutch import Clutch
 from sdsie_sglang.gears.cost_table import load_cost_table
-from sdsie_sglang.gears.settings import PolicySettings
+from sdsie_sglang.gears.settings import SAVES, PolicySettings
 from sdsie_sglang.gears.smoothing import Ema, MovingWindow
 
 
@@ -137,8 +137,21 @@ class EntropyPolicy:
         return self._settings.k if engaged >= self._settings.engage_share * len(gates) else 0
 
 
-def build_policy(settings: PolicySettings) -> Policy:
-    """The policy that `settings` names."""
+@runtime_checkable
+class Explains(Protocol):
+    """A policy that can say why it chose the gear that it chose last."""
+
+    def explain(self) -> dict[str, Any]:
+        """JSON-ready. Called now and then, while the policy is not deciding."""
+        ...
+
+
+def build_policy(settings: PolicySettings, prepared: Iterable[int] | None = None) -> Policy:
+    """The policy that `settings` names.
+
+    Args:
+        prepared: gears that the server can run, for a policy that chooses among many; None: all.
+    """
     match settings.policy:
         case "plain":
             return FixedPolicy(0)
@@ -149,12 +162,14 @@ def build_policy(settings: PolicySettings) -> Policy:
         case "entropy":
             return EntropyPolicy(settings)
         case "cost":
-            return _cost_policy(settings)
+            return _cost_policy(settings, prepared)
 
 
-def _cost_policy(settings: PolicySettings) -> Policy:
+def _cost_policy(settings: PolicySettings, prepared: Iterable[int] | None) -> Policy:
     from sdsie_sglang.gears.cost import CostPolicy  # it builds on this module
 
     assert settings.cost_table is not None, "checked by PolicySettings"
     table = load_cost_table(settings.cost_table)
-    return CostPolicy(table, settings.objective, explore=settings.explore, seed=settings.seed)
+    if prepared is not None:
+        table = table.only(prepared)
+    return CostPolicy(table, SAVES[settings.objective], explore=settings.explore, seed=settings.seed)

@@ -10,6 +10,8 @@ from sdsie_sglang.gears.cost_table import Objective, load_cost_table
 from sdsie_sglang.gears.limits import MAX_K, MAX_SCHEDULE
 
 PolicyName = Literal["plain", "fixed", "entropy", "schedule", "cost"]
+SAVES: dict[str, Objective] = {"speed": "time", "energy": "energy"}
+"""What each objective saves."""
 
 # theta_low, theta_high in bits; alpha of the EMA. `tuned` won the original's grid search,
 # `paper` is its paper's equation, `class` the default of its clutch class.
@@ -41,7 +43,7 @@ class PolicySettings(BaseModel):
     engage_share: float = Field(default=0.5, gt=0.0, le=1.0, description="share of a batch that engages it")
     schedule: tuple[int, ...] = Field(default=(5, 0), description="gears a cycle, repeated for ever")
     cost_table: str | None = Field(default=None, description="file written by eval.calibrate, for policy cost")
-    objective: Objective = Field(default="time", description="what policy cost saves: time or energy")
+    objective: Literal["speed", "energy"] = Field(default="speed", description="what policy cost is after")
     explore: float = Field(default=0.005, ge=0.0, le=0.1, description="share of the cost spent on exploring")
     seed: int = Field(default=0, ge=0, description="of the exploration of policy cost")
 
@@ -67,7 +69,7 @@ class PolicySettings(BaseModel):
             if self.cost_table is None:
                 raise ValueError("policy cost needs cost_table, a file written by sdsie_sglang.eval.calibrate")
             table = load_cost_table(self.cost_table)
-            table.at(table.batches[0]).of(self.objective)
+            table.at(table.batches[0]).of(SAVES[self.objective])
         return self
 
     @property
@@ -93,9 +95,13 @@ def parse_schedule(text: str) -> tuple[int, ...]:
 
 
 def unprepared(settings: PolicySettings, prepared: Iterable[int]) -> str | None:
-    """Why a server that prepared these gears at start cannot run `settings`, or None."""
+    """Why a server that prepared these gears at start cannot run `settings`, or None.
+
+    The cost gate makes do with those of its table's gears that were prepared.
+    """
+    prepared = tuple(prepared)
     missing = sorted(set(settings.gears) - set(prepared))
-    if not missing:
+    if not missing or (settings.policy == "cost" and set(settings.gears) & set(prepared) - {0}):
         return None
     return f"gears {missing} were not prepared at start (there are {list(prepared)}): see --sdsie-gears"
 

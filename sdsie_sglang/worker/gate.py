@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sdsie_sglang.gears import PolicySettings, RequestGate, build_policy
+from sdsie_sglang.gears.policy import Explains
 from sdsie_sglang.gears.settings import unprepared
 from sdsie_sglang.telemetry.metrics import Metrics
 from sdsie_sglang.telemetry.trace import Trace
@@ -34,7 +35,7 @@ class Gate:
         self.failures = 0
         self.publish_failures = 0
         self.cycles = 0
-        self._policy = build_policy(settings)
+        self._policy = build_policy(settings, self.gears)
         self._lag = lag
         self._trace = trace
         self._metrics = metrics
@@ -46,9 +47,9 @@ class Gate:
         return unprepared(settings, self.gears)
 
     def change(self, settings: PolicySettings) -> None:
-        """Puts another policy in force; running requests begin it afresh."""
+        """Puts another policy in force; running requests begin it afresh. Raises ValueError, changing nothing."""
+        self._policy = build_policy(settings, self.gears)
         self.settings = settings
-        self._policy = build_policy(settings)
         logger.info("sdsie: policy changed to %s", settings.model_dump_json())
 
     def new_state(self) -> RequestState:
@@ -99,6 +100,7 @@ class Gate:
             "cycles": self.cycles,
             "gate_failures": self.failures,
             "publish_failures": self.publish_failures,
+            "explanation": self._policy.explain() if isinstance(self._policy, Explains) else None,
         }
 
     def _gate(self, state: RequestState) -> RequestGate:

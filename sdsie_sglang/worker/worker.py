@@ -14,10 +14,11 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
 
+from sdsie_sglang.calibration.conditions import conditions_of, table_warning
 from sdsie_sglang.config import config_from_env
 from sdsie_sglang.int4.both import add_int4
 from sdsie_sglang.kernels.entropy import entropy_bits
-from sdsie_sglang.live import live_line
+from sdsie_sglang.live import live_line, set_live
 from sdsie_sglang.patches.raw_logits import raw_logits_of
 from sdsie_sglang.telemetry.metrics import open_metrics
 from sdsie_sglang.telemetry.trace import open_trace
@@ -67,7 +68,11 @@ class SdsieWorker(StandaloneWorkerV2):
             metrics=open_metrics(enabled=get_observability().enable_metrics and first_rank, labels=labels),
         )
         silence_swaps()
+        conditions = conditions_of(server_args, config)
+        set_live({"conditions": conditions.model_dump()})
         logger.info(live_line())
+        if first_rank and (warning := table_warning(config.policy.cost_table, conditions)):
+            logger.warning(warning)
 
     def init_cuda_graphs(self) -> None:
         """Called by SGLang once pools and backends exist."""

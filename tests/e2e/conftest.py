@@ -1,6 +1,8 @@
 """One baseline, then one server with gears, for as many tests as possible: a start takes 30 to 90 s here."""
 
+import json
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +13,7 @@ from sdsie_sglang.demo import DemoCheckpoints, compose
 from sdsie_sglang.eval.chat import chat_ids
 from sdsie_sglang.eval.prompts import timed_prompts
 from sdsie_sglang.eval.server import Server
+from sdsie_sglang.gears.cost_table import Cell, Conditions, CostTable
 
 TOKENS = 40
 # What depends on every token before: natural end of text, at most TOKENS.
@@ -86,8 +89,45 @@ def draft(models) -> str:
 
 
 @pytest.fixture(scope="session")
-def gears(baseline, models, draft, trace_path):
+def cost_table(tmp_path_factory) -> Path:
+    """Made by hand so that the cost gate uses several gears here; it says that it was measured on another machine."""
+    cells = [Cell(k=k, batch=1, ms=ms) for k, ms in {0: 10.0, 1: 13.0, 3: 17.0, 5: 21.0}.items()]
+    conditions = Conditions(
+        target="target", target_config="0", draft="draft", draft_config="0", hardware="an abacus",
+        dtype="float32", attention_backend="intel_amx", tp_size=1,
+    )  # fmt: skip
+    table = CostTable(models="m", where="w", method="by hand", cells=tuple(cells), conditions=conditions)
+    path = tmp_path_factory.mktemp("costs") / "table.json"
+    path.write_text(table.model_dump_json())
+    return path
+
+
+@pytest.fixture(scope="session")
+def gears(baseline, models, draft, trace_path, cost_table):
     """A server with every gear, overlap scheduling and metrics on. Started after the baseline ended."""
     arguments = ["--model-path", str(models.target), "--speculative-draft-model-path", draft, *CONTEXT]
+    arguments += ["--sdsie-policy", "fixed", "--sdsie-cost-table", str(cost_table)]
     with Server.start([*arguments, "--sdsie-trace", str(trace_path), "--enable-metrics"]) as server:
         yield server
+
+
+@pytest.fixture
+def cycles_of(gears, trace_path, prompts):
+    """Runs the prompts under a policy and returns the cycles that the server traced meanwhile."""
+
+    def traced():
+        """All lines, once there is one for each cycle that the server launched."""
+        for _ in range(100):
+            lines = trace_path.read_text().splitlines()
+            if len(lines) == gears.sdsie()["gate"]["cycles"]:
+                return lines
+            time.sleep(0.1)
+        raise AssertionError("cycles were launched that never came to the trace")
+
+    def run(**policy):
+        gears.set_policy(**policy)
+        before = len(traced())
+        answers = ask_all(gears, prompts)
+        return answers, [json.loads(line) for line in traced()[before:]]
+
+    return run

@@ -1,34 +1,8 @@
 """The gate is executed: what ran is what was decided, and it is decided by the canonical clutch."""
 
-import json
-import time
-
 import pytest
 
 from sdsie_sglang.gears import Observation, PolicySettings, build_policy
-from tests.e2e.conftest import ask_all
-
-
-@pytest.fixture
-def cycles_of(gears, trace_path, prompts):
-    """Runs the prompts under a policy and returns the cycles that the server traced meanwhile."""
-
-    def traced():
-        """All lines, once there is one for each cycle that the server launched."""
-        for _ in range(100):
-            lines = trace_path.read_text().splitlines()
-            if len(lines) == gears.sdsie()["gate"]["cycles"]:
-                return lines
-            time.sleep(0.1)
-        raise AssertionError("cycles were launched that never came to the trace")
-
-    def run(**policy):
-        gears.set_policy(**policy)
-        before = len(traced())
-        answers = ask_all(gears, prompts)
-        return answers, [json.loads(line) for line in traced()[before:]]
-
-    return run
 
 
 @pytest.mark.parametrize("k", [1, 5])

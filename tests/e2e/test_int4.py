@@ -17,7 +17,9 @@ POLICIES = {
 @pytest.fixture(scope="module")
 def self_draft(baseline, models):
     """No draft model is named anywhere."""
-    with Server.start(["--model-path", str(models.target), "--sdsie-draft", "self-int4", *CONTEXT]) as server:
+    with Server.start(
+        ["--model-path", str(models.target), "--sdsie-draft", "self-int4", "--sdsie-policy", "fixed", *CONTEXT]
+    ) as server:
         yield server
 
 
@@ -48,7 +50,7 @@ def test_the_draft_is_int4_and_not_the_target(self_draft, prompts):
 def test_a_draft_that_equals_the_target_is_accepted_whole(baseline, models, prompts, tmp_path, request):
     """Both weights the same: then positions, KV slots and the chain's order must all be right."""
     plugin = install_plugin(tmp_path, request.path.parent / "saboteur" / "sdsie_same_precision.py")
-    arguments = ["--model-path", str(models.target), "--sdsie-draft", "self-int4", *CONTEXT]
+    arguments = ["--model-path", str(models.target), "--sdsie-draft", "self-int4", "--sdsie-policy", "fixed", *CONTEXT]
     with Server.start(arguments, env={"PYTHONPATH": plugin}) as server:
         for k in (1, 5):
             server.set_policy(policy="fixed", k=k)
@@ -62,7 +64,7 @@ def test_a_saved_model_is_the_one_made_while_loading(models, prompts, tmp_path):
     saved = tmp_path / "saved"
     assert quantize([str(models.target), str(saved), "--calibration", "g32"]) == 0
     arguments = ["--model-path", str(models.target), "--speculative-draft-model-path", str(saved), *CONTEXT]
-    arguments += ["--quantization", "sdsie_int4", "--sdsie-int4-calibration", "g32"]
+    arguments += ["--quantization", "sdsie_int4", "--sdsie-int4-calibration", "g32", "--sdsie-policy", "fixed"]
     with Server.start(arguments) as server:
         server.set_policy(policy="fixed", k=5)
         answers = ask_all(server, prompts, max_new_tokens=13)

@@ -2,8 +2,10 @@
 
 import pytest
 
+from sdsie_sglang.calibration import calibration as calibrating
+from sdsie_sglang.calibration.calibration import Calibration
+from sdsie_sglang.calibration.readings import Burst, Power, Raw, build_table, cycle_ms
 from sdsie_sglang.eval import calibrate
-from sdsie_sglang.eval.calibrate import Burst, Calibration, Power, Raw, build_table, cycle_ms
 from sdsie_sglang.eval.cost_table import GEAR_RECORD, from_gear_record, read_costs
 from sdsie_sglang.eval.energy import Readings
 
@@ -31,7 +33,8 @@ class FakeServer:
         while made < tokens:
             k = {"plain": 0, "fixed": settings.get("k")}.get(settings["policy"])
             if k is None:
-                k = 5 if cycle % 16 < 8 else 0
+                on = int(settings["schedule"].split("x")[1].split(",")[0])
+                k = 5 if cycle % (2 * on) < on else 0
             ms += CYCLE_MS[k] * batch + (ENGAGING_MS if last == 0 and k else 0.0)
             switches += last is not None and last != k
             cycles[str(k)] = cycles.get(str(k), 0) + 1
@@ -56,7 +59,7 @@ class FakeResponse:
 @pytest.fixture
 def server(monkeypatch):
     fake = FakeServer()
-    monkeypatch.setattr(calibrate.time, "perf_counter", lambda: fake.now_s)
+    monkeypatch.setattr(calibrating.time, "perf_counter", lambda: fake.now_s)
     return fake
 
 
@@ -110,7 +113,7 @@ def test_power_is_the_counters_over_the_window(server, monkeypatch):
             steps = range(int(server.now_s * 10) + 1)
             self.readings.energy_j = [(0.1 * step, 300.0 * 0.1 * step) for step in steps]
 
-    monkeypatch.setattr(calibrate, "Recorder", Recording)
+    monkeypatch.setattr(calibrating, "Recorder", Recording)
     raw, saved = Raw(), []
     calibration = Calibration(server, (0, 5), 16, 144, raw, lambda: saved.append(1))
     calibration.measure_power((1, 4), gpu=None)
@@ -151,3 +154,55 @@ def test_steady_cycles_and_switching_of_a_gear_record():
     table = from_gear_record(record)
     assert table.at(1).ms == pytest.approx({0: 5.0, 5: 15.0})
     assert table.at(1).engaging_ms == pytest.approx(16 * (15.0 - 10.0))
+
+
+def test_a_budget_buys_the_first_batch_size_then_what_fits(server):
+    """Batch 1 is measured whatever it takes; further sizes and rounds only while they should fit."""
+    calibration = Calibration(server, (0, 3, 5), 16, 144, Raw(), lambda: None)
+    assert calibration.measure_within((1, 4), budget_s=0.001) == (1,)
+    one_s = server.now_s
+    raw = Raw()
+    calibration = Calibration(server, (0, 3, 5), 16, 144, raw, lambda: None)
+    began = server.now_s
+    assert calibration.measure_within((1, 4), budget_s=20 * one_s) == (1, 4)
+    assert server.now_s - began <= 20 * one_s
+    assert {burst.round for burst in raw.bursts if burst.batch == 4} >= {0, 1}
+    table = calibration.table((1, 4), models="m", where="w")
+    assert table.at(4).ms == pytest.approx({k: 4 * ms for k, ms in CYCLE_MS.items()})
+    assert table.at(1).engaging_ms == pytest.approx(ENGAGING_MS)
+
+
+def test_short_bursts_switch_often_enough_to_engage_anew(server):
+    calibration = Calibration(server, (0, 5), 4, 40, Raw(), lambda: None)
+    calibration.measure((1,), rounds=1)
+    cycles = calibration.schedule_cycles
+    assert {"policy": "schedule", "schedule": f"5x{cycles},0x{cycles}"} in server.policies
+    assert cycles * (5 + 1) + cycles + 1 < 40, "even if all that is drafted is right"
+
+
+def test_a_new_server_is_told_how_many_gpus(monkeypatch, tmp_path):
+    started = []
+
+    class Stopped(Exception):
+        pass
+
+    def start(arguments):
+        started.append(arguments)
+        raise Stopped
+
+    monkeypatch.setattr(calibrate.Server, "start", start)
+    argv = ["calibrate", str(tmp_path / "c.json"), "--target", "t", "--draft", "d", "--tp", "2"]
+    monkeypatch.setattr("sys.argv", argv)
+    with pytest.raises(Stopped):
+        calibrate.main()
+    at = started[0].index("--tp-size")
+    assert started[0][at + 1] == "2"
+
+
+def test_the_policy_is_put_back_without_the_table_that_stays(server):
+    class Live:
+        def sdsie(self):
+            policy = {"policy": "cost", "cost_table": "/t", "schedule": [5, 0], "k": 5, "window": None}
+            return {"gate": {"policy": policy}}
+
+    assert calibrate.policy_of(Live()) == {"policy": "cost", "schedule": "5,0", "k": 5}

@@ -4,8 +4,11 @@ import json
 import pytest
 
 from sdsie_sglang.cli import add_cli_args, config_from_args
-from sdsie_sglang.config import ConfigError, config_from_env, config_to_env, flat, parse_config
+from sdsie_sglang.config import ConfigError, config_from_env, config_to_env, flat, parse_config, parse_policy
+from sdsie_sglang.gears import build_policy
+from sdsie_sglang.gears.settings import unprepared
 from sdsie_sglang.patches.internal_state import encode_update, split_update
+from tests.unit.test_conditions import table
 
 
 def parse(*argv):
@@ -113,3 +116,68 @@ def test_runtime_changes_travel_as_names_with_numbers():
     sent = json.loads(json.dumps(encode_update(settings)))
     assert all(isinstance(value, int | float) for value in sent.values())
     assert split_update({**sent, "pp_max_micro_batch_size": 8}) == (settings, {"pp_max_micro_batch_size": 8})
+
+
+@pytest.fixture
+def costs(tmp_path):
+    path = tmp_path / "costs.json"
+    path.write_text(table(gears=(0, 1, 3, 5)).model_dump_json())
+    return str(path)
+
+
+def test_a_cost_table_decides_which_gears_are_built(costs):
+    config = parse(
+        "--sdsie-policy", "cost", "--sdsie-cost-table", costs, "--sdsie-objective", "speed", "--sdsie-seed", "4"
+    )
+    assert config.built_gears(graphs=True) == (0, 1, 3, 5)
+    assert (config.policy.objective, config.policy.seed) == ("speed", 4)
+    later = parse("--sdsie-policy", "fixed", "--sdsie-k", "2", "--sdsie-cost-table", costs)
+    assert later.built_gears(graphs=True) == (0, 1, 2, 3, 5), "it may be asked for while the server runs"
+    bounded = parse("--sdsie-policy", "cost", "--sdsie-cost-table", costs, "--sdsie-gears", "0,3")
+    assert bounded.built_gears(graphs=True) == (0, 3)
+    assert unprepared(bounded.policy, (0, 3)) is None
+    assert build_policy(bounded.policy, (0, 3)).explain()["chosen"] == {}
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--sdsie-policy", "cost"], "needs cost_table"),
+        (["--sdsie-policy", "cost", "--sdsie-cost-table", "/nowhere"], "No such file"),
+        (["--sdsie-policy", "fixed", "--sdsie-cost-table", "/nowhere"], "No such file"),
+        (
+            ["--sdsie-policy", "cost", "--sdsie-cost-table", "{costs}", "--sdsie-gears", "0,3,6"],
+            r"gears \[6\] are not in",
+        ),
+        (["--sdsie-policy", "cost", "--sdsie-cost-table", "{costs}", "--sdsie-gears", "0"], "a gear besides 0"),
+        (["--sdsie-policy", "cost", "--sdsie-cost-table", "{costs}", "--sdsie-objective", "energy"], "no energies"),
+        (["--sdsie-policy", "cost", "--sdsie-cost-table", "{costs}", "--sdsie-objective", "peace"], "objective: "),
+        (["--sdsie-policy", "cost", "--sdsie-cost-table", "{costs}", "--sdsie-seed", "-1"], "seed: "),
+        (["--sdsie-policy", "cost", "--sdsie-cost-table", "{bad}"], "cost table"),
+        (["--sdsie-policy", "cost", "--sdsie-cost-table", "{binary}"], "not a text file"),
+        (["--sdsie-calibration-seconds", "0"], "calibration_seconds: "),
+    ],
+)
+def test_what_is_wrong_with_a_cost_gate_is_said(costs, tmp_path, flags, says):
+    (tmp_path / "bad").write_text('{"format": 1}')
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    names = {"costs": costs, "bad": tmp_path / "bad", "binary": tmp_path / "binary"}
+    with pytest.raises(ConfigError, match=says) as caught:
+        parse(*(flag.format(**names) for flag in flags))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_running_server_keeps_its_cost_table(costs, monkeypatch):
+    monkeypatch.setenv("SDSIE_CONFIG", json.dumps({"policy": "plain", "cost-table": costs}))
+    assert parse_policy({"policy": "cost", "explore": 0.01}).cost_table == costs
+    with pytest.raises(ConfigError, match="keeps the one it was started with"):
+        parse_policy({"policy": "cost", "cost_table": "/etc/passwd"})
+    monkeypatch.setenv("SDSIE_CONFIG", "{}")
+    with pytest.raises(ConfigError, match="needs cost_table"):
+        parse_policy({"policy": "cost"})
+
+
+def test_a_cost_gate_with_none_of_its_gears_is_refused(costs):
+    policy = parse("--sdsie-policy", "cost", "--sdsie-cost-table", costs).policy
+    assert "were not prepared" in unprepared(policy, (0, 2, 7))
+    assert unprepared(policy, (0, 3, 7)) is None

@@ -11,6 +11,7 @@ from sdsie_sglang.telemetry.trace import FileTrace, NoTrace
 from sdsie_sglang.worker.cycle import Cycle
 from sdsie_sglang.worker.gate import Gate
 from tests.unit.cycle_numbers import host_copy
+from tests.unit.test_conditions import table
 
 
 class CountingMetrics(NoMetrics):
@@ -149,3 +150,42 @@ def test_trace_is_json_even_for_unusable_entropies(tmp_path):
     gate.settle_oldest()
     line = (tmp_path / "t.jsonl").read_text()
     assert json.loads(line, parse_constant=pytest.fail)["entropy_bits"] == [None]
+
+
+def cost_gate(tmp_path, gears=(0, 3, 5)):
+    path = tmp_path / "costs.json"
+    path.write_text(table(gears=(0, 1, 3, 5), each_ms=0.1).model_dump_json())
+    return Gate(PolicySettings(policy="cost", cost_table=str(path)), gears, 2, NoTrace(), NoMetrics())
+
+
+def test_the_cost_gate_runs_prepared_gears_only_and_says_why(tmp_path):
+    gate = cost_gate(tmp_path)
+    states = [gate.new_state()]
+    ran = []
+    for _ in range(60):
+        ran.append(gate.next_gear(states))
+        launch(gate, states, ran[-1], [0.1], committed=ran[-1] + 1)
+    assert set(ran) <= {0, 3, 5}
+    assert gate.failures == 0
+    told = json.loads(json.dumps(gate.snapshot()["explanation"]), parse_constant=pytest.fail)
+    assert told["chosen"] == {str(k): ran.count(k) for k in sorted(set(ran))}
+    last = told["last"]
+    assert last["gear"] == ran[-1] == int(max(last["worth"], key=last["worth"].get))
+    assert set(last["tokens"]) == {"0", "3", "5"}
+    assert last["tokens"]["5"] > 4.0, "everything that was drafted was right"
+    assert last["cost"]["5"] == pytest.approx(1.5)
+
+
+def test_other_policies_have_nothing_to_explain():
+    assert make_gate().snapshot()["explanation"] is None
+
+
+def test_a_table_that_went_away_changes_nothing(tmp_path):
+    gate = cost_gate(tmp_path)
+    settings = gate.settings
+    gate.change(PolicySettings(policy="fixed", k=3))
+    (tmp_path / "costs.json").unlink()
+    with pytest.raises(ValueError, match="No such file"):
+        gate.change(settings)
+    assert gate.settings.policy == "fixed"
+    assert gate.next_gear([gate.new_state()]) == 3

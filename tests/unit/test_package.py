@@ -94,6 +94,8 @@ def test_not_installed_is_said(monkeypatch):
         (["--sdsie-colour", "red"], "unknown flag --sdsie-colour"),
         (["--sdsie-settings", "/nowhere"], "settings file"),
         (["--sdsie-schedule", "5;0"], "schedule must look like"),
+        (["--sdsie-cost-table", "/nowhere"], "cost table /nowhere: No such file"),
+        (["--sdsie-policy", "cost", "--sdsie-objective", "peace"], "objective: "),
     ],
 )
 def test_bad_flags_end_in_exit_code_2_and_one_line(argv, says):

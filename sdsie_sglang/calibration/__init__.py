@@ -1,0 +1,1 @@
+"""Measures what a cycle of each gear costs: the tables that the cost gate chooses by."""
