@@ -1,0 +1,6 @@
+"""A few activation rows times an unquantised weight, at memory speed."""
+
+from sdsie_sglang.kernels.skinny_gemm.gemm import skinny_gemm, skinny_gemm_applies
+from sdsie_sglang.kernels.skinny_gemm.reference import skinny_gemm_reference
+
+__all__ = ["skinny_gemm", "skinny_gemm_applies", "skinny_gemm_reference"]
