@@ -136,6 +136,22 @@ def test_a_whole_run_then_nothing_left_to_do(start, config_path, tmp_path):
     assert "2 requests at a time" in (out / "report.md").read_text()
 
 
+def test_parts_with_phases_and_flags_of_their_own_reach_the_report(start, tmp_path):
+    path, out = tmp_path / "parts.yaml", tmp_path / "out"
+    own = "sixteen: {methods: [ngram-16], phases: [{concurrency: 16, variants: 3}], sglang: [--x, '16']}"
+    path.write_text(CONFIG.replace("parts: {all:", f"parts: {{{own}, all:") + "start_ahead: 4\n")
+    assert run.main([str(path), "--out", str(out)]) == 0
+    records = read_all(out)
+    sizes = {r.datapoint.part: {p: len(r.of_phase(p)) for p in range(len(r.phases))} for r in records}
+    assert sizes == {"sixteen": {0: 6}, "all": {0: 2, 1: 4}}
+    assert {r.datapoint.part for r in records if "--x" in r.command} == {"sixteen"}
+    assert report.main([str(out)]) == 0
+    sixteen, both = (out / "report.md").read_text().split("## Part: all")
+    assert "16 requests at a time" in sixteen
+    assert "16 requests at a time" not in both
+    assert "2 requests at a time" in both
+
+
 def test_a_failed_request_fails_the_run_and_it_resumes_there(start, config_path, tmp_path, capsys):
     out = tmp_path / "out"
     start.fail_at = 3
