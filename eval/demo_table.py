@@ -7,7 +7,8 @@ beside it, writes `replay.json` there, its section of `sdsie_sglang/demo/README.
 
 import argparse
 import json
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,16 @@ RESULTS = ROOT / "eval" / "results" / "demo"
 PAGE = ROOT / "sdsie_sglang" / "demo" / "README.md"
 COLUMNS = [("draft", k) for k in DRAFT_LENGTHS] + [("eagle3", k) for k in CHAIN_LENGTHS]
 DRAFTERS = ("draft", "shifted", "eagle3")
+SPEEDS = ROOT / "eval" / "results" / "gears" / "demo_fa3.json"
+SPEED_NAMES = {
+    "plain": "SGLang plain",
+    "gear0": "gear 0",
+    "standalone": "SGLang STANDALONE, draft K = 5",
+    "k5": "gear 5, draft",
+    "switching": "gears 5 and 0, eight cycles each",
+    "eagle3-chain5": "SGLang EAGLE-3, chain of 5",
+    "eagle3-tree": "SGLang EAGLE-3, tree",
+}
 
 BEGIN, END = "<!-- written by demo_table -->", "<!-- end of what demo_table writes -->"
 NEW_PAGE = f"# Demo\n\n{BEGIN}\n{END}\n"
@@ -42,7 +53,8 @@ SECTION = """\
 
 Tokens a cycle, the prefill's token not counted; greedy, float32, 27 prompts, up to {new_tokens} new tokens,
 by replay of the target's answers. An answer loops if more than 30 % of its 4-grams occurred before; the
-small target often does, and loops flatter every draft.
+small target often does, and loops flatter every draft. The tree (topk 8, 32 verified tokens, 5 steps) has no
+replay: its column is what SGLang served{tree_note}.
 
 {lengths}
 
@@ -60,26 +72,61 @@ How often the n-th drafted token is right when all before it were (all prompts).
 Each method served the prompts through SGLang 0.5.23 ({served_where}), greedy in float32.
 "Predicted" counts the prompts whose number of verify passes the replay names exactly; "identical" those whose
 tokens are plain decoding's. `draft-k…` is this project's fixed gear, `standalone-k…` SGLang as shipped with the
-same draft, `eagle3-tree` has topk 8 and 32 verified tokens. Fewer new tokens than above, so fewer loops and
-shorter accept lengths.
+same draft, `eagle3-tree` has topk 8 and 32 verified tokens. Where fewer new tokens were asked for than above, fewer
+answers loop and accept lengths are shorter.
 
 {agreement}
+
+## Speed on a GPU
+
+{speeds_where}, bf16, FlashAttention 3, the 27 prompts one at a time, all servers in one run and the repeats
+interleaved (`{speeds_command}`). Medians; the spread is that of the repeats. At this size the host bounds a cycle,
+not memory, so nothing here says what a larger model gains.
+
+{speeds}
 """
 
 
-def lengths_table(answers: Sequence[Replayed]) -> str:
-    """One row a category, then all, code, and all without looping answers."""
+def lengths_table(answers: Sequence[Replayed], tree: Mapping[str, tuple[int, int]]) -> str:
+    """One row a category, then all, code, and all without looping answers.
+
+    Args:
+        tree: by prompt, tokens that the tree's cycles committed and their number.
+    """
     groups = {category: [a for a in answers if a.category == category] for category in CATEGORIES}
     groups["all"] = list(answers)
     groups["code (4 prompts)"] = [answer for answer in answers if answer.is_code]
     groups["all without loops"] = _without_loops(answers)
     groups["code without loops"] = _without_loops(groups["code (4 prompts)"])
-    head = ["prompts", "answers", "looping", *(f"{_title(name)} {k}" for name, k in COLUMNS)]
+    head = ["prompts", "answers", "looping", *(f"{_title(name)} {k}" for name, k in COLUMNS), "head tree"]
     rows = []
     for title, group in groups.items():
         counts = [str(len(group)), str(sum(answer.loops for answer in group))]
-        rows.append([title, *counts, *(f"{accept_length(group, name, k):.2f}" for name, k in COLUMNS)])
+        chains = [f"{accept_length(group, name, k):.2f}" for name, k in COLUMNS]
+        served = [tree[answer.id] for answer in group if answer.id in tree]
+        cycles = sum(count for _, count in served)
+        rows.append([title, *counts, *chains, f"{sum(n for n, _ in served) / cycles:.2f}" if cycles else "–"])
     return markdown(head, rows)
+
+
+def tree_cycles(record: dict[str, Any] | None) -> dict[str, tuple[int, int]]:
+    """Tokens committed and cycles of each prompt that the tree served; empty without its record."""
+    answers = record["answers"] if record else []
+    return {a["id"]: (len(a["tokens"]) - a["prompt_length"] - 1, a["verify_count"]) for a in answers}
+
+
+def speeds_table(record: dict[str, Any]) -> str:
+    """Tokens/s of each way of decoding, from a record of scripts/bench_gears.py --demo."""
+    rows = []
+    for batch, variants in record["rows"].items():
+        plain = statistics.median(row["tok_per_s"] for row in variants["plain"])
+        for name, measured in variants.items():
+            speeds = sorted(row["tok_per_s"] for row in measured)
+            median = statistics.median(speeds)
+            length = statistics.mean(row["accept_length"] for row in measured)
+            spread = f"{speeds[0]:.0f} to {speeds[-1]:.0f}"
+            rows.append([SPEED_NAMES[name], batch, f"{median:.0f}", spread, f"{median / plain:.2f}", f"{length:.2f}"])
+    return markdown(["", "batch", "tokens/s", "spread", "over plain", "tokens a pass"], rows)
 
 
 def _title(drafter: str) -> str:
@@ -184,9 +231,15 @@ def main() -> None:
     agreements = [compare(record, served.get("plain"), replayer) for record in served.values()]
     path = options.results / "replay.json"
     path.write_text(json.dumps(_record(answers, agreements)) + "\n")
+    tree = served.get("eagle3-tree")
+    speeds = json.loads(SPEEDS.read_text())
     section = SECTION.format(
         new_tokens=source["new_tokens"],
-        lengths=lengths_table(answers),
+        tree_note=f" on the CPU, up to {tree['new_tokens']} new tokens" if tree else "",
+        lengths=lengths_table(answers, tree_cycles(tree)),
+        speeds=speeds_table(speeds),
+        speeds_where=where(speeds["machine"]),
+        speeds_command=speeds["command"],
         shifted=", ".join(f"{accept_length(answers, 'shifted', k):.2f}" for k in DRAFT_LENGTHS),
         positions=positions_table(answers),
         served_where=", ".join(sorted({record["where"] for record in served.values()})) or "none yet",

@@ -1,7 +1,15 @@
 """Every hook of this project, in the order in which README.md lists them."""
 
 from sdsie_sglang.cpu_engine import is_enabled
-from sdsie_sglang.patches import cpu_packing, cpu_sampling, int4_head, internal_state, meta_info, raw_logits
+from sdsie_sglang.patches import (
+    cpu_packing,
+    cpu_sampling,
+    internal_state,
+    lm_head,
+    meta_info,
+    raw_logits,
+    skinny_linear,
+)
 from sdsie_sglang.patches.hook import Hook
 
 HOOKS: tuple[Hook, ...] = (
@@ -11,13 +19,15 @@ HOOKS: tuple[Hook, ...] = (
     internal_state.REPORT,
     internal_state.CHANGE,
     internal_state.REFUSE,
-    int4_head.HOOK,
+    lm_head.HOOK,
 )
 
 # Only where this project's CPU engine runs.
 CPU_HOOKS: tuple[Hook, ...] = (cpu_sampling.PREPARE, cpu_sampling.DRAW, cpu_packing.DTYPE, cpu_packing.LAYER)
 
+GPU_HOOKS: tuple[Hook, ...] = (skinny_linear.HOOK,)
+
 
 def active_hooks() -> tuple[Hook, ...]:
     """The hooks that belong into this process."""
-    return HOOKS + CPU_HOOKS if is_enabled() else HOOKS
+    return HOOKS + (CPU_HOOKS if is_enabled() else GPU_HOOKS)

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from sdsie_sglang.patches.registry import CPU_HOOKS, HOOKS
+from sdsie_sglang.patches.registry import CPU_HOOKS, GPU_HOOKS, HOOKS
 
 README = Path(__file__).parent.parent / "patches" / "README.md"
 
@@ -21,7 +21,7 @@ nothing. What is live is logged at start and shown by `/server_info` under `inte
 def render() -> str:
     rows = [
         f"| `{hook.target}` | {hook.kind} | {hook.why} | {hook.upstream} | {hook.remove_when} |\n"
-        for hook in (*HOOKS, *CPU_HOOKS)
+        for hook in (*HOOKS, *GPU_HOOKS, *CPU_HOOKS)
     ]
     return INTRODUCTION + "".join(rows)
 

@@ -14,7 +14,7 @@ from sdsie_sglang.patches.seams import SEAMS
 
 enable()
 
-from sdsie_sglang.patches.registry import CPU_HOOKS, HOOKS  # noqa: E402 (after the CPU engine was chosen)
+from sdsie_sglang.patches.registry import CPU_HOOKS, GPU_HOOKS, HOOKS  # noqa: E402 (after the CPU engine was chosen)
 from sdsie_sglang.plugin import pinned_sglang  # noqa: E402
 
 
@@ -24,7 +24,7 @@ def test_installed_sglang_is_the_pinned_one():
     assert sglang.__version__ == pinned_sglang()
 
 
-@pytest.mark.parametrize("hook", [*HOOKS, *CPU_HOOKS], ids=lambda hook: hook.target)
+@pytest.mark.parametrize("hook", [*HOOKS, *GPU_HOOKS, *CPU_HOOKS], ids=lambda hook: hook.target)
 def test_patched_place_is_there(hook):
     check_callable(hook.target, hook.parameters)
 
