@@ -80,7 +80,8 @@ answers loop and accept lengths are shorter.
 ## Speed on a GPU
 
 {speeds_where}, bf16, FlashAttention 3, the 27 prompts one at a time, all servers in one run and the repeats
-interleaved (`{speeds_command}`). Medians; the spread is that of the repeats. At this size the host bounds a cycle,
+interleaved (`{speeds_command}`).
+Medians; the spread is that of the repeats. At this size the host bounds a cycle,
 not memory, so nothing here says what a larger model gains.
 
 {speeds}

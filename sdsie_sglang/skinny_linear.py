@@ -1,9 +1,8 @@
 """Unquantised linear layers of a decode cycle, a few rows wide, by this project's product where it is the faster one.
 
-A cycle reads every weight once and computes next to nothing, so its time is how fast weights stream. Each row's result
-is the same bits whatever the other rows are: a token's product does not depend on whether it was decoded alone or verified
-in a chain. Used where a tile was measured for the shape and the GPU (`kernels/skinny_gemm/tuned`); everything else stays
-SGLang's.
+A cycle reads every weight once and computes next to nothing, so its time is how fast weights stream. Each row's
+result is the same bits whatever the other rows are. Used where a tile was measured for the shape and the GPU
+(`kernels/skinny_gemm/tuned`); everything else stays SGLang's.
 """
 
 from collections.abc import Callable
@@ -13,24 +12,6 @@ import torch
 from torch import Tensor
 
 from sdsie_sglang.kernels.skinny_gemm import skinny_gemm, skinny_gemm_applies
-
-_FOLLOWING = "sdsie_following"
-
-
-class _Order:
-    """The weight that was read last: the next one is asked of the L2 cache while that is being multiplied.
-
-    Learned in the warm-up before a graph is captured; a wrong guess costs a little bandwidth and nothing else.
-    """
-
-    last: torch.nn.Module | None = None
-
-
-def _multiply(layer: torch.nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
-    if _Order.last is not None and _Order.last is not layer:
-        setattr(_Order.last, _FOLLOWING, layer.weight)
-    _Order.last = layer
-    return skinny_gemm(x, layer.weight, bias, getattr(layer, _FOLLOWING, None))
 
 
 def _applies(x: Tensor, layer: torch.nn.Module) -> bool:
@@ -43,7 +24,7 @@ def apply(
     original: Callable[..., Tensor], method: Any, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     """AROUND `UnquantizedLinearMethod.apply`: x [..., in] to [..., out]."""
-    return _multiply(layer, x, bias) if _applies(x, layer) else original(method, layer, x, bias)
+    return skinny_gemm(x, layer.weight, bias) if _applies(x, layer) else original(method, layer, x, bias)
 
 
 def compute_lm_head(
@@ -61,5 +42,5 @@ def compute_lm_head(
     wide = processor.use_fp32_lm_head or processor.use_fp32_lm_head_output
     weighted = isinstance(getattr(lm_head, "weight", None), Tensor) and not hasattr(lm_head, "set_lora")
     if weighted and not own and not wide and embedding_bias is None and _applies(hidden_states, lm_head):
-        return _multiply(lm_head, hidden_states, None)
+        return skinny_gemm(hidden_states, lm_head.weight)
     return original(processor, hidden_states, lm_head, embedding_bias, **kwargs)
