@@ -23,7 +23,7 @@ OFF_VARIABLE = "SDSIE_OFF"
 CACHE_VARIABLE = "SDSIE_CACHE"
 ALGORITHM = "SDSIE"
 # Settings of the server itself, beside the policy's and those of INT4.
-OWN = ("gears", "trace", "draft", "no_calibrate", "calibration_seconds")
+OWN = ("gears", "trace", "draft", "no_calibrate", "calibration_seconds", "no_skinny_gemm")
 INT4_PREFIX = "int4_"
 
 
@@ -43,6 +43,7 @@ class SdsieConfig(BaseModel):
         int4: how INT4 weights are made, of the self-draft or of --quantization sdsie_int4.
         no_calibrate: the launcher measures no cost table, even if it needs one.
         calibration_seconds: what measuring one may take, the start of the server that it needs not counted.
+        no_skinny_gemm: leave the unquantised layers of a decode cycle to SGLang.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -54,6 +55,7 @@ class SdsieConfig(BaseModel):
     int4: Int4Settings = Field(default_factory=Int4Settings)
     no_calibrate: bool = False
     calibration_seconds: float = Field(default=60.0, gt=0.0, le=3600.0)
+    no_skinny_gemm: bool = False
 
     @property
     def drafts_itself(self) -> bool:

@@ -6,18 +6,25 @@ result is the same bits whatever the other rows are. Used where a tile was measu
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sdsie_sglang.config import config_from_env
 from sdsie_sglang.kernels.skinny_gemm import skinny_gemm, skinny_gemm_applies
 
 
-def _applies(x: Tensor, layer: torch.nn.Module) -> bool:
+@cache
+def _wanted() -> bool:
     from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
 
-    return skinny_gemm_applies(x, layer.weight) and not is_batch_invariant_mode_enabled()
+    return not config_from_env().no_skinny_gemm and not is_batch_invariant_mode_enabled()
+
+
+def _applies(x: Tensor, layer: torch.nn.Module) -> bool:
+    return skinny_gemm_applies(x, layer.weight) and _wanted()
 
 
 def apply(
