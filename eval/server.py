@@ -63,6 +63,10 @@ def _die_with_parent() -> Callable[[], None] | None:
     return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def _policy_of(live: dict[str, Any]) -> Any:
+    return (live.get("gate") or {}).get("policy")
+
+
 class Server:
     """A running server; stop it, or use it as a context manager.
 
@@ -244,15 +248,24 @@ class Server:
         response.raise_for_status()
         return response.text
 
-    def sdsie(self) -> dict[str, Any]:
-        """What is live of this project. Raises ServerFailed if nothing is."""
-        live = self.info()["internal_states"][0].get("sdsie")
-        if not live or not live.get("hooks"):
+    def replicas(self) -> list[dict[str, Any]]:
+        """What is live of this project in each data-parallel replica. Raises ServerFailed if one has nothing."""
+        replicas = [state.get("sdsie") for state in self.info()["internal_states"]]
+        if not replicas or not all(live and live.get("hooks") for live in replicas):
             raise ServerFailed("this server runs SGLang without sdsie")
-        return live
+        return replicas
+
+    def sdsie(self) -> dict[str, Any]:
+        """What is live of this project, of the first replica. Raises ServerFailed if nothing is, or if replicas
+        run different policies."""
+        first, *others = self.replicas()
+        for other in others:
+            if other["hooks"] != first["hooks"] or _policy_of(other) != _policy_of(first):
+                raise ServerFailed("the replicas of this server do not run the same policy")
+        return first
 
     def set_policy(self, **settings: Any) -> None:
-        """Changes the policy of the running server. Raises requests.HTTPError with the reason."""
+        """Changes the policy of the running server, of all its replicas. Raises requests.HTTPError with the reason."""
         response = self.post("/set_internal_state", {"server_args": encode_update(settings)})
         if response.status_code != 200:
             raise requests.HTTPError(response.text, response=response)

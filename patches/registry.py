@@ -3,11 +3,13 @@
 from sdsie_sglang.cpu_engine import is_enabled
 from sdsie_sglang.patches import (
     cpu_packing,
+    cpu_ranks,
     cpu_sampling,
     internal_state,
     lm_head,
     meta_info,
     raw_logits,
+    replica_watch,
     skinny_linear,
 )
 from sdsie_sglang.patches.hook import Hook
@@ -20,10 +22,18 @@ HOOKS: tuple[Hook, ...] = (
     internal_state.CHANGE,
     internal_state.REFUSE,
     lm_head.HOOK,
+    replica_watch.HOOK,
 )
 
 # Only where this project's CPU engine runs.
-CPU_HOOKS: tuple[Hook, ...] = (cpu_sampling.PREPARE, cpu_sampling.DRAW, cpu_packing.DTYPE, cpu_packing.LAYER)
+CPU_HOOKS: tuple[Hook, ...] = (
+    cpu_sampling.PREPARE,
+    cpu_sampling.DRAW,
+    cpu_packing.DTYPE,
+    cpu_packing.LAYER,
+    cpu_ranks.CORES,
+    cpu_ranks.GROUPS,
+)
 
 GPU_HOOKS: tuple[Hook, ...] = (skinny_linear.HOOK,)
 

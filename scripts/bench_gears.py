@@ -1,18 +1,19 @@
 """Gears against SGLang as shipped, on one GPU: plain decode, STANDALONE, gear 0, gear K, switching.
 
-    python scripts/bench_gears.py OUT.json [--demo | --target DIR --draft DIR] [--batch 1 16] [--headline]
+    python scripts/bench_gears.py OUT.json [--demo | --target DIR --draft DIR] [--batch 1 16] [--tp N] [--headline]
 
 Without models it writes configurations of the 8B and the 1B Llama shape, loads random weights and
 simulates acceptance (SGLANG_SIMULATE_ACC_LEN): timing only, no text. With --demo it answers the 27 evaluation
 prompts with the demo's models, and adds EAGLE-3 with the demo's head, as a chain and as a tree. All
 servers run side by side on the GPU, one of them busy at a time, and the repeats are interleaved. Each
-figure is a ratio of medians with the range of the ratios over repeats. If OUT.json is there it is only
-summarised.
+figure is a ratio of medians with the range of the ratios over repeats. With --tp every server is split over
+N GPUs, and figures are named for it (gear0_over_plain_tp2_bs1). If OUT.json is there it is only summarised.
 """
 
 import argparse
 import json
 import os
+import re
 import statistics
 import sys
 import tempfile
@@ -65,6 +66,7 @@ REQUIRED = {
     "switching_over_steady": 0.97,
 }
 AT_MOST = {"k5_cycle_over_floor_bs1": 1.55}
+TP_TOLERANCE = 0.03  # between a ratio over several GPUs and the same ratio on one
 ACCEPT_LENGTH = 4.27  # the original project's mean at K=5
 
 
@@ -82,8 +84,10 @@ def write_shape(folder: Path, shape: str) -> Path:
     return folder
 
 
-def server_plans(args: argparse.Namespace, target: Path, draft: Path) -> dict[str, tuple[list[str], dict[str, str]]]:
-    """Arguments and environment of each server."""
+def server_plans(
+    args: argparse.Namespace, target: Path, draft: Path, tp: int = 1
+) -> dict[str, tuple[list[str], dict[str, str]]]:
+    """Arguments and environment of each server, split over `tp` GPUs."""
     common = [
         "--model-path", str(target), "--context-length", "4096", "--max-total-tokens", "65536",
         "--disable-radix-cache", "--cuda-graph-backend-prefill", "disabled", "--log-level", "info",
@@ -102,22 +106,27 @@ def server_plans(args: argparse.Namespace, target: Path, draft: Path) -> dict[st
         "--speculative-num-draft-tokens",
         "6",
     ]
+    split: dict[str, str] = {}
+    if tp > 1:
+        common += ["--tp-size", str(tp)]
+        # Servers that start side by side have not taken the same from each GPU when SGLang compares what is free.
+        split = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
     accept = {"SGLANG_SIMULATE_ACC_LEN": str(ACCEPT_LENGTH)} if simulated else {}
     plans = {
-        "plain": ([*common, "--sdsie-off"], {}),
+        "plain": ([*common, "--sdsie-off"], split),
         "standalone": (
             [*common, *drafted, *steps, "--sdsie-off", "--speculative-algorithm", "STANDALONE"],
-            accept,
+            accept | split,
         ),
-        "gears": ([*common, *drafted, "--sdsie-policy", "fixed", "--sdsie-gears", "0,5"], accept),
+        "gears": ([*common, *drafted, "--sdsie-policy", "fixed", "--sdsie-gears", "0,5"], accept | split),
     }
     if simulated:  # SGLang's own faster product of one row with a matrix, off by default
         arguments, env = plans["standalone"]
         plans["standalone-gemv"] = ([*arguments, "--bf16-gemm-backend", "gemv"], env)
-        plans["plain-gemv"] = ([*plans["plain"][0], "--bf16-gemm-backend", "gemv"], {})
+        plans["plain-gemv"] = ([*plans["plain"][0], "--bf16-gemm-backend", "gemv"], split)
     for name in EAGLE3 if args.demo else ():
         models = Models(target=str(target), eagle3=str(args.eagle3))
-        plans[name] = ([*common, *METHODS[name].arguments(models)[2:]], {})
+        plans[name] = ([*common, *METHODS[name].arguments(models)[2:]], split)
     return plans
 
 
@@ -208,10 +217,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "machine": machine.describe(),
         "command": headline.this_command(),
         "date": headline.today(),
+        "tp": args.tp,
         "rows": {},
         "copy_tb_per_s": copy_tb_per_s() if args.profile else None,
     }
-    with start_all(server_plans(args, target, draft), logs) as servers:
+    with start_all(server_plans(args, target, draft, args.tp), logs) as servers:
         record["startup_s"] = {name: server.startup_s for name, server in servers.items()}
         for batch in args.batch:
             rows: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
@@ -280,8 +290,9 @@ def copy_tb_per_s() -> float:
 
 
 def summarise(record: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Prints each variant's speed and returns the ratios."""
+    """Prints each variant's speed and returns the ratios, which carry the tensor-parallel size if it is not 1."""
     rows = record["rows"]
+    tp = f"_tp{record['tp']}" if record.get("tp", 1) > 1 else ""
     for batch, variants in rows.items():
         for name, measured in variants.items():
             speeds = sorted(row["tok_per_s"] for row in measured)
@@ -290,9 +301,9 @@ def summarise(record: dict[str, Any]) -> dict[str, dict[str, float]]:
                 f"({speeds[0]:.1f} to {speeds[-1]:.1f}), {measured[0]['accept_length']:.2f} tokens a cycle"
             )
     ratios = {
-        **{f"gear0_over_plain_bs{b}": ratio(r, "gear0", faster(r, "plain")) for b, r in rows.items()},
-        **{f"k5_over_standalone_bs{b}": ratio(r, "k5", faster(r, "standalone")) for b, r in rows.items()},
-        "switching_over_steady": switching_ratio(next(iter(rows.values()))),
+        **{f"gear0_over_plain{tp}_bs{b}": ratio(r, "gear0", faster(r, "plain")) for b, r in rows.items()},
+        **{f"k5_over_standalone{tp}_bs{b}": ratio(r, "k5", faster(r, "standalone")) for b, r in rows.items()},
+        f"switching_over_steady{tp}": switching_ratio(next(iter(rows.values()))),
     }
     if floor_ms := record.get("k5_floor_ms"):
         low, high = record["profiles"]["k5, batch 1"]["period_spread_us"]
@@ -305,10 +316,18 @@ def summarise(record: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def note(name: str, value: float) -> str:
-    """Whether a figure reaches what is required of it."""
+    """Whether a figure reaches what is required of it: over several GPUs, what the quoted one on one GPU is."""
     if name in AT_MOST:
         over = value - AT_MOST[name]
         return f"required at most {AT_MOST[name]:.2f}: {'reached' if over <= 0 else f'exceeded by {over:.3f}'}"
+    on_one_gpu = re.sub(r"_tp\d+", "", name)
+    if name != on_one_gpu:
+        quoted = {figure["name"]: figure["value"] for figure in json.loads(headline.HEADLINE.read_text())}
+        if on_one_gpu not in quoted:
+            return ""
+        apart = abs(value - quoted[on_one_gpu])
+        verdict = "reached" if apart <= TP_TOLERANCE else f"{apart:.3f} apart"
+        return f"required within {TP_TOLERANCE:.2f} of one GPU's {quoted[on_one_gpu]:.3f}: {verdict}"
     required = REQUIRED.get(name)
     if required is None:
         return ""
@@ -323,6 +342,7 @@ def main() -> int:
     parser.add_argument("--draft", type=Path)
     parser.add_argument("--demo", action="store_true", help="the demo's models on real text")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="split every server over N GPUs")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--headline", action="store_true", help="record the figures as quoted ones")
@@ -331,6 +351,8 @@ def main() -> int:
     args = parser.parse_args()
     if (args.target is None) != (args.draft is None):
         parser.error("--target and --draft go together")
+    if args.profile and args.tp > 1:
+        parser.error("--profile is for one GPU: its floor is one GPU's memory rate")
     if args.profile and (args.demo or args.target):
         parser.error("--profile goes with the 8B and 1B shapes")
     if args.demo:

@@ -12,6 +12,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 from sdsie_sglang.config import ALGORITHM, ConfigError, SdsieConfig, config_from_env
 from sdsie_sglang.int4.checks import find_problem
 from sdsie_sglang.telemetry.trace import check_trace_path
+from sdsie_sglang.tensor_parallel import split_problem
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ def check_server_args(server_args: Any) -> None:
         if wrong:
             raise ConfigError(sentence)
     check_drafting(server_args, config)
+    check_split(server_args)
     check_trace_path(config.trace)
 
 
@@ -176,6 +178,18 @@ def check_draft(target: str, draft: str | None) -> None:
     vocabularies = [_vocabulary(_read_json(path, "tokenizer.json")) for path in (target, draft)]
     if None not in vocabularies and vocabularies[0] != vocabularies[1]:
         raise ConfigError("the draft's tokenizer gives other ids than the target's: use a draft of the same family")
+
+
+def check_split(server_args: Any) -> None:
+    """Raises ConfigError if the heads of target or draft do not divide by the tensor-parallel size."""
+    if server_args.device == "cpu":
+        return
+    paths = {"target": server_args.model_path, "draft": server_args.speculative_draft_model_path}
+    for role, path in paths.items():
+        if path is None:
+            continue  # the target drafts
+        if problem := split_problem(role, _read_json(path, "config.json"), server_args.tp_size):
+            raise ConfigError(problem)
 
 
 def _vocabulary(tokenizer: dict[str, Any]) -> Any:

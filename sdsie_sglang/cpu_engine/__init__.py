@@ -8,6 +8,7 @@ speculation, as PyTorch code, and makes `import sgl_kernel` find them.
     shadow/sgl_kernel  the module that `import sgl_kernel` finds once enabled
     ops/               the ops, one file a concern, registered as torch.ops.sgl_kernel.*
     sampled_verify.py  temperature, top-k, top-p and min-p honoured by the CPU engine's verify
+    ranks.py           several ranks on one host
     overlap.py         plain-indexing stand-in for the Triton gather of overlap scheduling
 
 Importing this package imports neither torch nor SGLang.

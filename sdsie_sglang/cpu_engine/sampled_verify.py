@@ -82,8 +82,17 @@ def around_eagle_sample(
 
 
 def around_verify_tree_greedy(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """AROUND `verify_tree_greedy_func`: drawn tokens in place of the argmax."""
+    """AROUND `verify_tree_greedy_func`: drawn tokens in place of the argmax; rank 0's under tensor parallelism."""
     draw = _draw.get()
     if draw is not None:
-        kwargs["target_predict"] = draw()
+        kwargs["target_predict"] = _of_first_rank(draw())
     return original(*args, **kwargs)
+
+
+def _of_first_rank(tokens: Tensor) -> Tensor:
+    """Ranks have the same logits and the same seed, so this changes nothing; SGLang is as careful on GPUs."""
+    if not torch.distributed.is_initialized():
+        return tokens
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel().tp_group.broadcast(tokens, src=0)

@@ -1,6 +1,7 @@
 """One JSON line a cycle, for people and for the tests that hold decision against execution."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,18 +18,26 @@ class NoTrace:
 
 
 class FileTrace:
-    """Appends to a file and flushes each line, so that a crash loses nothing."""
+    """Appends to a file and flushes each line, so that a crash loses nothing.
 
-    def __init__(self, path: str) -> None:
-        self._file = Path(path).open("a", buffering=1)  # noqa: SIM115 (open as long as the server runs)
+    Args:
+        replica: data-parallel rank; replicas write to one file.
+    """
+
+    def __init__(self, path: str, replica: int = 0) -> None:
+        self._replica = replica
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        text = json.dumps({"dp_rank": self._replica, **line}, separators=(",", ":")) + "\n"
+        os.write(self._file, text.encode())  # one call a line: lines of several replicas do not mix
 
 
-def open_trace(path: str | None, *, writes: bool) -> Trace:
-    """`writes` is False on every tensor-parallel rank but the first."""
-    return FileTrace(path) if path and writes else NoTrace()
+def open_trace(path: str | None, *, tp_rank: int, dp_rank: int, every_rank: bool) -> Trace:
+    """The first tensor-parallel rank writes; with `every_rank` all do, to FILE, FILE.rank1, FILE.rank2, …"""
+    if not path or (tp_rank and not every_rank):
+        return NoTrace()
+    return FileTrace(f"{path}.rank{tp_rank}" if tp_rank else path, dp_rank)
 
 
 def check_trace_path(path: str | None) -> None:

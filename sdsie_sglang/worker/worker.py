@@ -28,6 +28,7 @@ from sdsie_sglang.worker.drafter import Drafter
 from sdsie_sglang.worker.gate import Gate
 from sdsie_sglang.worker.gear_resources import build_gears, silence_swaps
 from sdsie_sglang.worker.plain_decode import decode_plain
+from sdsie_sglang.worker.rank_check import PREFILL, RankCheck
 from sdsie_sglang.worker.request_state import RequestState, attach, find_state, needs_plain, state_of
 from sdsie_sglang.worker.self_draft import SelfDraftWorker, drafting_itself
 from sdsie_sglang.worker.self_drafter import SelfDrafter
@@ -64,9 +65,17 @@ class SdsieWorker(StandaloneWorkerV2):
             config.policy,
             config.built_gears(graphs=self._graphs),
             lag=1 if get_schedule().disable_overlap_schedule else 2,
-            trace=open_trace(config.trace, writes=first_rank),
+            trace=open_trace(
+                config.trace,
+                tp_rank=parallel.tp_rank,
+                dp_rank=parallel.dp_rank or 0,
+                every_rank=config.check_ranks,
+            ),
             metrics=open_metrics(enabled=get_observability().enable_metrics and first_rank, labels=labels),
         )
+        self._rank_check = None
+        if config.check_ranks and parallel.tp_size > 1:
+            self._rank_check = RankCheck(parallel.tp_group.cpu_group)
         silence_swaps()
         conditions = conditions_of(server_args, config)
         set_live({"conditions": conditions.model_dump()})
@@ -121,6 +130,7 @@ class SdsieWorker(StandaloneWorkerV2):
             return self._prefill(batch, on_publish)
         states = [state_of(req) for req in batch.reqs]
         k = self.gate.next_gear(states)
+        self._compare_ranks(k, batch, states)
         self._shift(k)
         return self._run_cycle(batch, states, k, on_publish, grammar_barrier)
 
@@ -133,6 +143,7 @@ class SdsieWorker(StandaloneWorkerV2):
     def _prefill(self, batch: Any, on_publish: Callable[[torch.Tensor], None] | None) -> GenerationBatchResult:
         """The target alone. The draft sees the prompt when it is first engaged."""
         states = [self._begin(req) for req in batch.reqs]
+        self._compare_ranks(PREFILL, batch, states)
         self._target_worker.model_runner.shared_read_done_event = None
         result = self._target_worker.forward_batch_generation(
             batch, capture_hidden_mode=None if batch.return_hidden_states else CaptureHiddenMode.NULL
@@ -155,6 +166,10 @@ class SdsieWorker(StandaloneWorkerV2):
             state.prefilled = 0
         state.retractions = req.retraction_count
         return state
+
+    def _compare_ranks(self, gear: int, batch: Any, states: list[RequestState]) -> None:
+        if self._rank_check is not None:
+            self._rank_check.compare(gear, [req.rid for req in batch.reqs], states)
 
     def _shift(self, k: int) -> None:
         self.apply_runtime_state(self._bundles[k])

@@ -26,6 +26,7 @@ class Args:
             "speculative_num_steps": None,
             "speculative_adaptive": False,
             "speculative_use_rejection_sampling": False,
+            "tp_size": 1,
             "pp_size": 1,
             "attn_dp_size": 1,
             "enable_lora": None,
@@ -37,7 +38,6 @@ class Args:
             "page_size": 16,
             "enable_return_hidden_states": False,
             "quantization": None,
-            "tp_size": 1,
             "dtype": "auto",
         }
         self.__dict__.update(good | changed)
@@ -93,6 +93,14 @@ def test_a_self_draft_names_no_draft_model(folder, monkeypatch):
         check_server_args(Args(folder, speculative_draft_model_path=None, quantization="fp8"))
     with pytest.raises(ConfigError, match="is not a folder"):
         check_server_args(Args(folder, model_path="/nowhere", speculative_draft_model_path=None))
+
+
+def test_heads_that_do_not_divide_are_refused_on_a_gpu_alone(folder):
+    (folder / "config.json").write_text('{"vocab_size": 8, "num_attention_heads": 9, "num_key_value_heads": 3}')
+    with pytest.raises(ConfigError, match=r"target's 9 attention heads .* use --tp-size 3"):
+        check_server_args(Args(folder, tp_size=4))
+    check_server_args(Args(folder, tp_size=3))
+    check_server_args(Args(folder, tp_size=2, device="cpu", page_size=1, cuda_graph_backend_decode="disabled"))
 
 
 @pytest.mark.parametrize(

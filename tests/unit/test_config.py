@@ -99,6 +99,9 @@ def test_gears_must_hold_those_of_the_policy():
 def test_environment_round_trip(monkeypatch):
     monkeypatch.delenv("SDSIE_CONFIG", raising=False)
     config = parse("--sdsie-policy", "schedule", "--sdsie-schedule", "5x2,0", "--sdsie-trace", "/tmp/t")
+    assert not config.check_ranks
+    config = parse("--sdsie-policy", "schedule", "--sdsie-schedule", "5x2,0", "--sdsie-check-ranks")
+    assert config.check_ranks
     config_to_env(config)
     assert config_from_env() == config
     assert parse_config(flat(config)) == config

@@ -1,15 +1,16 @@
 """The PyTorch ops. Importing this package registers all of them; SGLang imports some by name as well.
 
-environment.py   thread binding, tensor-parallel set-up
-dense.py         linear layers, norms, activations, rotary embedding
-attention.py     decode and extend attention over the paged KV pool
-kv_cache.py      KV pool and slot table
-speculation.py   draft trees
-sampling.py      the hash behind seeded sampling
-unavailable.py   names that must exist at import
+environment.py      thread binding
+tensor_parallel.py  sums and gathers of tensor-parallel ranks
+dense.py            linear layers, norms, activations, rotary embedding
+attention.py        decode and extend attention over the paged KV pool
+kv_cache.py         KV pool and slot table
+speculation.py      draft trees
+sampling.py         the hash behind seeded sampling
+unavailable.py      names that must exist at import
 """
 
-from . import attention, dense, environment, sampling, unavailable
+from . import attention, dense, environment, sampling, tensor_parallel, unavailable
 from .kv_cache import (
     assign_draft_cache_locs_contiguous_cpu,
     assign_extend_cache_locs_cpu,
@@ -39,6 +40,7 @@ __all__ = [
     "fill_bonus_tokens_cpu",
     "rotate_input_ids_cpu",
     "sampling",
+    "tensor_parallel",
     "unavailable",
     "verify_tree_greedy_cpu",
 ]

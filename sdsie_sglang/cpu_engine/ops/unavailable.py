@@ -14,8 +14,6 @@ NEEDED_FOR = {
     "fused_qkvzba_split_reshape_cat_contiguous_cpu": "gated-delta-net models",
     "fused_sigmoid_gating_delta_rule_update_cpu": "gated-delta-net models",
     "fused_sigmoid_mul_cpu": "Qwen3.5",
-    "shm_allreduce": "tensor parallelism",
-    "shm_allgather": "tensor parallelism",
 }
 
 for _name, _needed_for in NEEDED_FOR.items():
