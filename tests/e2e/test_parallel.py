@@ -29,7 +29,7 @@ def tiny(tmp_path_factory):
     target, draft = write_tiny_models(tmp_path_factory.mktemp("tiny"))
     common = ["--model-path", str(target), "--context-length", "512", "--max-total-tokens", "4096"]
     common += ["--skip-tokenizer-init", "--skip-server-warmup"]
-    return common, [*common, "--speculative-draft-model-path", str(draft)]
+    return common, [*common, "--speculative-draft-model-path", str(draft), "--sdsie-policy", "fixed"]
 
 
 def answers(server: Server, **options) -> list[list[int]]:
