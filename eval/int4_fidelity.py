@@ -99,17 +99,17 @@ def log_probabilities(model: Llama, window: torch.Tensor) -> torch.Tensor:
         return F.linear(model(window[None])[0][0, :-1], model.embedding).log_softmax(-1)
 
 
-def perplexity(model: Llama, windows: torch.Tensor) -> float:
-    """exp of the mean negative log-likelihood."""
-    nll = [-log_probabilities(model, w).gather(1, w[1:, None]).mean() for w in windows]
+def perplexity(predicted: Sequence[torch.Tensor], windows: torch.Tensor) -> float:
+    """exp of the mean negative log-likelihood; predicted: each window's log-probabilities."""
+    nll = [-p.gather(1, w[1:, None]).mean() for p, w in zip(predicted, windows, strict=True)]
     return math.exp(float(torch.stack(nll).mean()))
 
 
-def compare(plain: Llama, low: Llama, windows: torch.Tensor) -> dict[str, float]:
-    """Perplexity of `low`, and how far its distributions are from those of `plain`."""
+def compare(plain: Sequence[torch.Tensor], low: Llama, windows: torch.Tensor) -> dict[str, float]:
+    """Perplexity of `low`, and how far its distributions are from the unquantised model's log-probabilities."""
     sums = np.zeros(3)
-    for window in windows:
-        p, q = log_probabilities(plain, window), log_probabilities(low, window)
+    for p, window in zip(plain, windows, strict=True):
+        q = log_probabilities(low, window)
         nll = -q.gather(1, window[1:, None]).mean()
         kl = (p.exp() * (p - q)).sum(-1).mean()
         sums += [float(nll), float(kl), float((p.argmax(-1) == q.argmax(-1)).float().mean())]
@@ -126,7 +126,7 @@ def accept_length(runs: Iterable[Sequence[int]], k: int) -> float:
             position += min(run[position], k) + 1
             cycles += 1
         tokens += len(run) - 1
-    return tokens / cycles
+    return tokens / cycles if cycles else math.nan
 
 
 def quantised_model(folder: Path, calibration: str, scratch: Path) -> tuple[Llama, int]:
@@ -145,6 +145,7 @@ def measure(options: argparse.Namespace) -> Record:
     plain = Llama.from_checkpoint(target).float()
     text = held_out_text(20 * options.text_tokens)
     windows = windows_of(target, text, options.text_tokens)
+    expected = [log_probabilities(plain, window) for window in windows]
     source = json.loads(ANSWERS.read_text())["answers"][: options.limit]
     answers = [{**a, "tokens": a["tokens"][: a["prompt_length"] + options.answer_tokens]} for a in source]
     done = []
@@ -156,14 +157,14 @@ def measure(options: argparse.Namespace) -> Record:
             ids, first = torch.tensor(answer["tokens"]), answer["prompt_length"]
             proposals = self_chains(plain, low, ids, first, STEPS).tokens.numpy()
             runs[answer["id"]] = run_lengths(proposals, ids[first:].numpy()).tolist()
-        figures = compare(plain, low, windows)
+        figures = compare(expected, low, windows)
         done.append(Fidelity(calibration=calibration, gigabytes=size / 1e9, runs=runs, **figures))
     return Record(
         model="SmolLM2-135M-Instruct",
         text="pydoc_data.topics in alphabetical order",
         text_sha256=hashlib.sha256(text.encode()).hexdigest(),
         text_tokens=windows.numel(),
-        perplexity=perplexity(plain, windows),
+        perplexity=perplexity(expected, windows),
         answers=[{key: a[key] for key in ("id", "category", "is_code")} for a in answers],
         calibrations=done,
         machine=machine.describe(),
@@ -231,8 +232,8 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--calibrations", nargs="+", choices=list(CALIBRATIONS), default=list(CALIBRATIONS))
-    parser.add_argument("--text-tokens", type=int, default=16 * WINDOW, help="of the held-out text")
-    parser.add_argument("--answer-tokens", type=int, default=128, help="of each answer")
+    parser.add_argument("--text-tokens", type=int, default=8 * WINDOW, help="of the held-out text")
+    parser.add_argument("--answer-tokens", type=int, default=96, help="of each answer")
     parser.add_argument("--limit", type=int, help="only the first answers")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()

@@ -127,6 +127,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(f"{_DRAFT}.init_cuda_graphs", ("self",), "worker/self_draft.py"),
     Seam(f"{_DRAFT}._rebuild_topk1_chain_buffers", ("self",), "worker/self_draft.py"),
     Seam(f"{_WORKER}.weight_update_runners", ("self",), "worker/worker.py"),
+    Seam(f"{_WORKER}._draft_model_runners", ("self",), "worker/worker.py"),
     Seam(
         "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.create_weights",
         (

@@ -113,6 +113,10 @@ class SdsieWorker(StandaloneWorkerV2):
         """A self-draft has no weights of its own."""
         return [] if isinstance(self._draft_worker, SelfDraftWorker) else super().weight_update_runners()
 
+    def _draft_model_runners(self) -> tuple[Any, ...]:
+        """For SGLang's accounting of the draft's KV pools: a self-draft's is the target's."""
+        return () if isinstance(self._draft_worker, SelfDraftWorker) else super()._draft_model_runners()
+
     @property
     def last_shared_read_runner(self) -> Any:
         """The last phase of every cycle that reads the scheduler's buffers is the target's."""
