@@ -79,7 +79,9 @@ def main() -> None:
     parser.add_argument("--url", help="a running server, whose policy is put back afterwards")
     parser.add_argument("--target", type=Path)
     parser.add_argument("--draft", type=Path)
-    parser.add_argument("--tp", type=int, default=1, help="GPUs of a new server (tensor parallelism)")
+    parser.add_argument(
+        "--tp", type=int, default=1, help="GPUs of a new server, which share each tensor; J are GPU 0's"
+    )
     parser.add_argument("--server-args", default="", help="more arguments of a new server, in one string")
     parser.add_argument("--gears", type=int, nargs="+", help="default: all that the server has prepared")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])

@@ -6,7 +6,7 @@ from typing import Any
 
 from sdsie_sglang.arguments import gives
 from sdsie_sglang.calibration import cache
-from sdsie_sglang.calibration.first_start import ON_CPU, ON_GPU, NotMeasured, check_measurable, measure, say
+from sdsie_sglang.calibration.first_start import ON_CPU, ON_GPU, Bursts, NotMeasured, check_measurable, measure, say
 from sdsie_sglang.config import ConfigError, SdsieConfig, config_to_env, parse_config
 from sdsie_sglang.eval.energy import Gpu, NoEnergy
 from sdsie_sglang.gears.cost_table import Conditions, CostTable, load_cost_table
@@ -67,7 +67,8 @@ def choose(settings: Mapping[str, Any], args: Any, conditions: Conditions, argum
         if gears == (0,):
             raise NotMeasured("--sdsie-gears leaves gear 0 alone")
         check_measurable(args)
-        path, fresh = _table_path(wanted, conditions, gears, arguments, on_cpu=args.device == "cpu")
+        bursts = (ON_CPU if args.device == "cpu" else ON_GPU).up_to(args.max_running_requests)
+        path, fresh = _table_path(wanted, conditions, gears, arguments, bursts)
     except NotMeasured as error:
         if settings.get("policy") == "cost":
             raise ConfigError(f"policy cost has no cost table ({error}): give one with --sdsie-cost-table") from None
@@ -78,7 +79,7 @@ def choose(settings: Mapping[str, Any], args: Any, conditions: Conditions, argum
 
 
 def _table_path(
-    wanted: SdsieConfig, conditions: Conditions, gears: Sequence[int], arguments: Sequence[str], *, on_cpu: bool
+    wanted: SdsieConfig, conditions: Conditions, gears: Sequence[int], arguments: Sequence[str], bursts: Bursts
 ) -> tuple[Path, bool]:
     """Where the table lies, and whether it was measured just now. Raises NotMeasured, ConfigError."""
     gpu = _gpu() if wanted.policy.objective == "energy" else None
@@ -90,7 +91,7 @@ def _table_path(
         f"{wanted.calibration_seconds:.0f} s (--sdsie-no-calibrate skips this)"
     )
     config_to_env(wanted)
-    table = measure(arguments, conditions, gears, ON_CPU if on_cpu else ON_GPU, wanted.calibration_seconds, gpu)
+    table = measure(arguments, conditions, gears, bursts, wanted.calibration_seconds, gpu)
     try:
         cache.write(path, table)
     except OSError as error:

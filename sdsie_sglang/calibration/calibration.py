@@ -24,7 +24,7 @@ METHOD = (
     "difference of bursts of {long} and {short} tokens of equal requests, median of rounds over all gears in random "
     "order; engaging from runs that switch every {cycles} cycles"
 )
-POWER_METHOD = "; J from mean power over {window_s:.0f} s"
+POWER_METHOD = "; J from mean power of GPU 0 over {window_s:.0f} s"
 
 
 def send(server: Server, gear: int | None, batch: int, round_: int, tokens: int) -> Burst:

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from types import FrameType
 from typing import Any
@@ -47,6 +47,10 @@ class Bursts:
     short: int
     long: int
     batches: tuple[int, ...]
+
+    def up_to(self, running: int) -> "Bursts":
+        """For a server that runs so many requests at once: a larger batch would wait in its queue."""
+        return replace(self, batches=tuple(batch for batch in self.batches if batch <= running))
 
 
 ON_GPU = Bursts(16, 144, (1, 4, 16))

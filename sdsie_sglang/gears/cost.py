@@ -151,7 +151,7 @@ class CostPolicy:
         `tokens` are those of a cycle; `worth` is what a cycle brings beyond what its cost earns elsewhere.
         """
         told: dict[str, Any] = {
-            "objective": self._objective,
+            "saves": self._objective,
             "chosen": {str(k): n for k, n in sorted(self._chosen.items())},
             "explored": self._explored,
             "last": None,

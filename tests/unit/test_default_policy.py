@@ -12,7 +12,14 @@ from sdsie_sglang.eval.energy import NoEnergy
 from tests.unit.test_conditions import HERE, table
 
 ARGS = SimpleNamespace(
-    nnodes=1, dp_size=1, use_ray=False, grpc_mode=False, smg_grpc_mode=False, encoder_only=False, device="cuda"
+    nnodes=1,
+    dp_size=1,
+    use_ray=False,
+    grpc_mode=False,
+    smg_grpc_mode=False,
+    encoder_only=False,
+    device="cuda",
+    max_running_requests=48,
 )
 
 
@@ -25,11 +32,11 @@ def own_cache(monkeypatch, tmp_path):
 @pytest.fixture
 def measured(monkeypatch):
     """Every call that starts a server to measure; what it gives, or raises, can be set."""
-    calls = SimpleNamespace(count=0, fails=None, each_ms=0.5, config=None, gpu=None)
+    calls = SimpleNamespace(count=0, fails=None, each_ms=0.5, config=None, gpu=None, bursts=None)
 
     def measure(arguments, conditions, gears, bursts, budget_s, gpu):
         calls.count += 1
-        calls.config, calls.gpu = config_from_env(), gpu
+        calls.config, calls.gpu, calls.bursts = config_from_env(), gpu, bursts
         if calls.fails is not None:
             raise calls.fails
         return table(gears=gears, each_ms=calls.each_ms, joules=2.0 if gpu else None)
@@ -94,6 +101,12 @@ def test_without_a_table_fixed_k_is_served_and_said(measured, capsys, settings, 
     assert says in said
     assert said.count("\n") == 1
     assert measured.count == 0
+
+
+@pytest.mark.parametrize(("running", "batches"), [(48, (1, 4, 16)), (4, (1, 4)), (1, (1,))])
+def test_no_batch_is_larger_than_the_server_runs_at_once(measured, running, batches):
+    decide(SimpleNamespace(**{**vars(ARGS), "max_running_requests": running}))
+    assert measured.bursts.batches == batches
 
 
 def test_a_failed_measurement_serves_fixed_k_and_keeps_nothing(measured, capsys):
