@@ -33,6 +33,7 @@ def conditions_of(server_args: Any, config: SdsieConfig) -> Conditions:
         tp_size=args.tp_size,
         quantization=_quantization(args.quantization, config),
         draft_quantization=args.speculative_draft_model_quantization,
+        skinny_gemm=not config.no_skinny_gemm,
     )
 
 

@@ -49,6 +49,7 @@ class Conditions(BaseModel):
         target, draft: the models' names, for people; two names may be the same model.
         target_config, draft_config: digests of their configurations.
         hardware: the GPU's name, or the processor and its cores.
+        skinny_gemm: whether this project's product of few rows may run (--sdsie-no-skinny-gemm).
         quantization, draft_quantization: None where the checkpoint says it, or there is none.
     """
 
@@ -64,6 +65,7 @@ class Conditions(BaseModel):
     tp_size: int = Field(ge=1)
     quantization: str | None = None
     draft_quantization: str | None = None
+    skinny_gemm: bool = True
 
     @property
     def models(self) -> str:

@@ -21,6 +21,7 @@ OTHERS = {
     "tp_size": 2,
     "quantization": "fp8",
     "draft_quantization": "fp8",
+    "skinny_gemm": False,
 }
 
 
@@ -32,6 +33,10 @@ def own_cache(monkeypatch, tmp_path):
 def table(conditions=HERE, gears=(0, 3), each_ms=0.5, joules=None):
     cells = tuple(Cell(k=k, batch=1, ms=1.0 + k * each_ms, joules=joules) for k in gears)
     return CostTable(models="m", where="w", method="t", cells=cells, conditions=conditions)
+
+
+def test_nothing_is_left_out():
+    assert OTHERS.keys() == Conditions.model_fields.keys() - {"target", "draft"}
 
 
 @pytest.mark.parametrize("name", OTHERS)
