@@ -18,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -89,7 +89,7 @@ def server_plans(
 ) -> dict[str, tuple[list[str], dict[str, str]]]:
     """Arguments and environment of each server, split over `tp` GPUs."""
     common = [
-        "--model-path", str(target), "--context-length", "4096", "--max-total-tokens", "65536",
+        "--model-path", str(target), "--context-length", "4096", "--max-total-tokens", "16384",
         "--disable-radix-cache", "--cuda-graph-backend-prefill", "disabled", "--log-level", "info",
         "--max-running-requests", str(max(args.batch)), "--cuda-graph-bs-decode", *map(str, args.batch),
         "--skip-tokenizer-init", *args.sglang,
@@ -142,13 +142,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any] | None]] = {
 
 
 @contextmanager
-def start_all(plans: dict[str, tuple[list[str], dict[str, str]]], logs: Path) -> Iterator[dict[str, Server]]:
-    """Starts the planned servers side by side; stops them at the end."""
+def start_all(plans: Mapping[str, Sequence[Any]], logs: Path) -> Iterator[dict[str, Server]]:
+    """Starts the planned servers side by side; stops them at the end.
+
+    Args:
+        plans: arguments, environment and, if it is not ours, the launcher's module.
+    """
     with ExitStack() as running, ThreadPoolExecutor(len(plans)) as pool:
 
         def start(name: str) -> Server:
-            arguments, env = plans[name]
-            return running.enter_context(Server.start(arguments, env=env, log=logs / f"{name}.log"))
+            arguments, env, *module = plans[name]
+            launcher = {"module": module[0]} if module else {}
+            return running.enter_context(Server.start(arguments, env=env, log=logs / f"{name}.log", **launcher))
 
         servers = dict(zip(plans, list(pool.map(start, plans)), strict=True))
         print(*(f"{name}: up in {server.startup_s:.0f} s" for name, server in servers.items()), sep="\n", flush=True)

@@ -4,9 +4,10 @@
 
 Random weights of the 8B (target) and the 1B (draft) Llama shape and simulated acceptance: timing only, no text.
 The draft model's accept length is 4.27 at K = 5 in both precisions; the self-draft's is what the calibration has on
-real text, read from eval/results/int4/fidelity.json unless --accept gives it. Servers run side by side, one of
-them busy at a time, repeats interleaved, in two rounds: all of them would not fit one GPU. If OUT.json is there it
-is only summarised.
+real text, read from eval/results/int4/fidelity.json unless --accept gives it. One server drafts for itself in all
+its gears; it simulates the accept length of the narrowest, and what the wider ones would give follows from the time
+of their cycles, which does not depend on how many tokens are accepted. Servers run side by side, one of them busy
+at a time, repeats interleaved. If OUT.json is there it is only summarised.
 """
 
 import argparse
@@ -16,14 +17,12 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from bench_gears import ACCEPT_LENGTH, ratio, run_once, start_all, write_shape
 
 from sdsie_sglang.eval import headline, int4_fidelity, machine
-from sdsie_sglang.eval.server import Server
 
 REQUIRED = {
     "int4_model_over_bf16_bs1": 1.6,
@@ -31,7 +30,7 @@ REQUIRED = {
     "self_draft_over_plain_bs1": 1.2,
 }
 SELF_GEARS = (2, 3, 4, 5)
-PLAIN_AGAIN = "plain, second round"
+SELF = "self-draft"
 Rows = dict[str, list[dict[str, float]]]
 
 
@@ -48,41 +47,46 @@ def int4_flags(args: argparse.Namespace) -> list[str]:
     return ["--sdsie-int4-calibration", args.calibration, *(["--sdsie-int4-lm-head"] if args.lm_head else [])]
 
 
-def first_round(
-    servers: ExitStack, args: argparse.Namespace, folders: tuple[Path, Path], logs: Path
-) -> dict[str, Server]:
-    """bf16 and INT4 without speculation, and K = 5 with a draft model in each precision."""
-    target, draft = folders
+def server_plans(
+    args: argparse.Namespace, target: Path, draft: Path, accept: Mapping[int, float]
+) -> dict[str, tuple[Any, ...]]:
+    """bf16 and INT4 without speculation, K = 5 with a draft model in each precision, and the self-draft."""
     common, simulated = common_flags(target, args), {"SGLANG_SIMULATE_ACC_LEN": str(ACCEPT_LENGTH)}
-    drafted = [*common, "--speculative-draft-model-path", str(draft), "--sdsie-gears", "0,5"]
+    gears = ["--sdsie-policy", "fixed", "--sdsie-gears"]
+    drafted = [*common, "--speculative-draft-model-path", str(draft), *gears, "0,5"]
     quantised = ["--speculative-draft-model-quantization", "sdsie_int4", *int4_flags(args)]
-    plans = {
+    # SGLang's own launcher: ours always speculates.
+    settings = {"SDSIE_CONFIG": json.dumps({"int4_calibration": args.calibration, "int4_lm_head": args.lm_head})}
+    narrowest = min(accept)
+    itself = [*common, "--sdsie-draft", "self-int4", *int4_flags(args), *gears, ",".join(map(str, (0, *accept)))]
+    return {
         "plain": ([*common, "--sdsie-off"], {}),
         "k5, bf16 draft": (drafted, simulated),
         "k5, INT4 draft": ([*drafted, *quantised], simulated),
+        "INT4": ([*common, "--quantization", "sdsie_int4"], settings, "sglang.launch_server"),
+        SELF: ([*itself, "--sdsie-k", str(narrowest)], {"SGLANG_SIMULATE_ACC_LEN": str(accept[narrowest])}),
     }
-    started = servers.enter_context(start_all(plans, logs))
-    # SGLang's own launcher: ours always speculates.
-    settings = {"SDSIE_CONFIG": json.dumps({"int4_calibration": args.calibration, "int4_lm_head": args.lm_head})}
-    arguments = [*common, "--quantization", "sdsie_int4"]
-    int4 = Server.start(arguments, module="sglang.launch_server", env=settings, log=logs / "int4.log")
-    return {**started, "INT4": servers.enter_context(int4)}
 
 
-def second_round(
-    servers: ExitStack, args: argparse.Namespace, target: Path, accept: Mapping[int, float], logs: Path
-) -> dict[str, Server]:
-    """The self-draft, one server a gear, since the simulated accept length belongs to the server."""
-    common = common_flags(target, args)
-    plans: dict[str, tuple[list[str], dict[str, str]]] = {PLAIN_AGAIN: ([*common, "--sdsie-off"], {})}
-    for k, length in accept.items():
-        arguments = [*common, "--sdsie-draft", "self-int4", "--sdsie-k", str(k), *int4_flags(args)]
-        plans[self_name(k)] = (arguments, {"SGLANG_SIMULATE_ACC_LEN": str(length)})
-    return servers.enter_context(start_all(plans, logs))
-
-
-def self_name(k: int) -> str:
+def self_name(k: int | str) -> str:
     return f"self-draft k{k}"
+
+
+def as_accepted(prefill: dict[str, float], run: dict[str, float], accept: float) -> dict[str, float]:
+    """What `run` would have been at `accept` tokens a cycle, its cycles lasting what they lasted.
+
+    Args:
+        prefill: a run of one token, which has no cycle.
+    """
+    cycle_s = (run["wall_s"] - prefill["wall_s"]) / run["cycles"]
+    cycles = (run["tokens"] - 1) / accept
+    wall_s = prefill["wall_s"] + cycles * cycle_s
+    simulated = {f"simulated_{name}": run[name] for name in ("wall_s", "cycles", "accept_length")}
+    tokens_per_s = run["tokens"] / wall_s
+    return {
+        **run, **simulated, "wall_s": wall_s, "cycles": cycles, "tok_per_s": tokens_per_s, "accept_length": accept,
+        "cycle_ms": cycle_s * 1e3, "prefill_s": prefill["wall_s"],
+    }  # fmt: skip
 
 
 def accept_lengths(args: argparse.Namespace) -> dict[int, float]:
@@ -107,21 +111,24 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     target, draft = write_shape(scratch / "target", "8b"), write_shape(scratch / "draft", "1b")
     logs = Path(os.environ.get("SDSIE_LOGS", scratch))
     prompts = [[(31 * j) % 1000 + 10 for j in range(64)]]
-    rows: Rows = {}
-    startup_s: dict[str, float] = {}
-    for round_ in range(2):
-        with ExitStack() as stack:
-            if round_ == 0:
-                servers = first_round(stack, args, (target, draft), logs)
-            else:
-                servers = second_round(stack, args, target, accept, logs)
-            startup_s |= {name: server.startup_s for name, server in servers.items()}
-            rows |= {name: [] for name in servers}
-            for repeat in range(-1, args.repeats):  # the first warms up
-                for name, server in servers.items():
+    plans = server_plans(args, target, draft, accept)
+    variants = {name: name for name in plans if name != SELF} | {self_name(k): SELF for k in accept}
+    rows: Rows = {name: [] for name in variants}
+    with start_all(plans, logs) as servers:
+        for repeat in range(-1, args.repeats):  # the first warms up
+            for name, server_name in variants.items():
+                server = servers[server_name]
+                if server_name == SELF:
+                    k = int(name.removeprefix(self_name("")))
+                    server.set_policy(policy="fixed", k=k)
+                    row = as_accepted(
+                        run_once(server, 1, 1, prompts), run_once(server, 1, args.tokens, prompts), accept[k]
+                    )
+                else:
                     row = run_once(server, 1, args.tokens, prompts)
-                    if repeat >= 0:
-                        rows[name].append(row)
+                if repeat >= 0:
+                    rows[name].append(row)
+        startup_s = {name: server.startup_s for name, server in servers.items()}
     return {
         "machine": machine.describe(),
         "command": headline.this_command(),
@@ -143,7 +150,7 @@ def summarise(record: dict[str, Any]) -> dict[str, dict[str, float]]:
             f"{name:20s} {statistics.median(speeds):8.1f} tok/s ({speeds[0]:.1f} to {speeds[-1]:.1f}), "
             f"{statistics.mean(row['accept_length'] for row in measured):.2f} tokens a cycle"
         )
-    selves = {name: ratio(rows, name, PLAIN_AGAIN) for name in rows if name.startswith("self-draft")}
+    selves = {name: ratio(rows, name, "plain") for name in rows if name.startswith("self-draft")}
     best = max(selves, key=lambda name: selves[name]["value"])
     for name, figure in selves.items():
         print(f"{name} over plain: {figure['value']:.3f} ({figure['low']:.3f} to {figure['high']:.3f})")
@@ -165,7 +172,7 @@ def note(name: str, record: dict[str, Any]) -> str:
         rows = record["rows"]
         best = max(
             (row for row in rows if row.startswith("self-draft")),
-            key=lambda row: ratio(rows, row, PLAIN_AGAIN)["value"],
+            key=lambda row: ratio(rows, row, "plain")["value"],
         )
         about += f"; best of K = 2 to 5: {best} at {record['accept_length'][best]} tokens a cycle"
     if name == "k5_int4_draft_over_bf16_draft":

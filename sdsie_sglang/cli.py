@@ -70,6 +70,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         "tensor-parallel ranks compare every decision before it runs and stop the server if they disagree",
         action="store_true",
     )
+    flag("check-syncs", "stop the server where issuing a cycle waits for the GPU (for tests)", action="store_true")
     flag("settings", "YAML or JSON file with these names; flags win over it", metavar="FILE")
     flag("off", "serve with SGLang exactly as shipped (the baseline)", action="store_true")
 

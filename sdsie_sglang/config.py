@@ -23,7 +23,7 @@ OFF_VARIABLE = "SDSIE_OFF"
 CACHE_VARIABLE = "SDSIE_CACHE"
 ALGORITHM = "SDSIE"
 # Settings of the server itself, beside the policy's and those of INT4.
-OWN = ("gears", "trace", "draft", "no_calibrate", "calibration_seconds", "no_skinny_gemm", "check_ranks")
+OWN = ("gears", "trace", "draft", "no_calibrate", "calibration_seconds", "no_skinny_gemm", "check_ranks", "check_syncs")
 INT4_PREFIX = "int4_"
 
 
@@ -45,6 +45,7 @@ class SdsieConfig(BaseModel):
         calibration_seconds: what measuring one may take, the start of the server that it needs not counted.
         no_skinny_gemm: leave the unquantised layers of a decode cycle to SGLang.
         check_ranks: tensor-parallel ranks compare every batch before they run it, and each writes a trace.
+        check_syncs: waiting for the GPU while a cycle is issued stops the server; for tests.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -58,6 +59,7 @@ class SdsieConfig(BaseModel):
     calibration_seconds: float = Field(default=60.0, gt=0.0, le=3600.0)
     no_skinny_gemm: bool = False
     check_ranks: bool = False
+    check_syncs: bool = False
 
     @property
     def drafts_itself(self) -> bool:

@@ -25,6 +25,7 @@ from sglang.srt.speculative.spec_utils import draft_tp_context
 from sdsie_sglang.worker.draft_history import DraftHistory, ragged_positions
 from sdsie_sglang.worker.draft_passes import DraftPassCounter
 from sdsie_sglang.worker.request_state import RequestState
+from sdsie_sglang.worker.sync_check import syncs_are_allowed
 
 # After a K-cycle the draft lacks the bonus token and, if all K were accepted, the last drafted
 # one: always extending by two keeps the shape fixed. Rewriting a slot with the same token is free.
@@ -116,7 +117,8 @@ class Drafter:
             if passes := self._wide_passes(batch, max(missed), min(state.prefilled for state in states) + 1):
                 return self._catch_up_wide(batch, pending, k, passes)
             self.history.open_window(batch, pending, 1, k)
-            return self._catch_up_ragged(batch, missed)
+            with syncs_are_allowed():
+                return self._catch_up_ragged(batch, missed)
         self.catch_up_passes = 0
         return self._extend_even(batch, STEADY_WIDTH, *self.history.open_window(batch, pending, STEADY_WIDTH, k))
 

@@ -32,6 +32,7 @@ from sdsie_sglang.worker.rank_check import PREFILL, RankCheck
 from sdsie_sglang.worker.request_state import RequestState, attach, find_state, needs_plain, state_of
 from sdsie_sglang.worker.self_draft import SelfDraftWorker, drafting_itself
 from sdsie_sglang.worker.self_drafter import SelfDrafter
+from sdsie_sglang.worker.sync_check import syncs_are_errors
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class SdsieWorker(StandaloneWorkerV2):
             ),
             metrics=open_metrics(enabled=get_observability().enable_metrics and first_rank, labels=labels),
         )
+        self._check_syncs = config.check_syncs
         self._rank_check = None
         if config.check_ranks and parallel.tp_size > 1:
             self._rank_check = RankCheck(parallel.tp_group.cpu_group)
@@ -135,8 +137,9 @@ class SdsieWorker(StandaloneWorkerV2):
         states = [state_of(req) for req in batch.reqs]
         k = self.gate.next_gear(states)
         self._compare_ranks(k, batch, states)
-        self._shift(k)
-        return self._run_cycle(batch, states, k, on_publish, grammar_barrier)
+        with syncs_are_errors(self._check_syncs):
+            self._shift(k)
+            return self._run_cycle(batch, states, k, on_publish, grammar_barrier)
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
         """SGLang processes the oldest cycle's result: its numbers are on the host by now."""
