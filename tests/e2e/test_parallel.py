@@ -78,8 +78,8 @@ def wait_for_end(server: Server) -> str:
 def break_while_answering(server: Server, victim: psutil.Process) -> str:
     """Kills one process in the middle of answers; returns what the server logged when it ended."""
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        asked = [pool.submit(generate, server, ids, max_new_tokens=400) for ids in PROMPTS]
-        time.sleep(1.0)
+        asked = [pool.submit(generate, server, ids, max_new_tokens=450) for ids in PROMPTS]
+        time.sleep(0.5)
         victim.kill()
         log = wait_for_end(server)
         for answer in asked:
