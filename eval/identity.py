@@ -1,18 +1,22 @@
 """Are greedy float32 answers those of SGLang as shipped, in every gear, at every batch and lag?
 
     python -m sdsie_sglang.eval.identity eval/results/identity_cpu.json --headline
+    python -m sdsie_sglang.eval.identity OUT.json --prompts 1 --tokens 64 --policies --switches --at-once 1 --overlap on
+    python -m sdsie_sglang.eval.identity OUT.json --prompts 27 --tokens 250 --policies "fixed K=5" "entropy class" \
+        --at-once 1 --overlap on --headline identity_gpu_bf16_deterministic --sglang --enable-deterministic-inference
 
 One server of SGLang as shipped answers the prompts; then one server with gears for each setting of
-overlap scheduling answers them under each policy, one at a time and four at once. Any difference
-ends the command with exit code 1. An interrupted run goes on where it stopped.
+overlap scheduling answers them under each policy, one at a time and four at once. With --switches it
+also leaves gear 0 for gear 5 at each possible token of an answer. Any difference ends the command with
+exit code 1. An interrupted run goes on where it stopped.
 """
 
 import argparse
 import json
 import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +32,6 @@ POLICIES: dict[str, dict[str, Any]] = {
     **{f"fixed K={k}": {"policy": "fixed", "k": k} for k in (1, 3, 5, 7)},
     **{f"entropy {name}": {"policy": "entropy", "preset": name} for name in ("tuned", "paper", "class")},
 }
-AT_ONCE = (1, 4)
 OVERLAP = {"on": [], "off": ["--disable-overlap-schedule"]}
 
 
@@ -46,8 +49,11 @@ def first_difference(ours: list[int], theirs: list[int]) -> int | None:
     return next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
 
 
-def cells() -> Iterator[tuple[str, str, int]]:
-    return ((overlap, policy, at_once) for overlap in OVERLAP for policy in POLICIES for at_once in AT_ONCE)
+def switches(tokens: int) -> dict[str, dict[str, Any]]:
+    """Gear 0 until the given token, gear 5 from there on: one policy for each token but the first."""
+    return {
+        f"switch at token {at}": {"policy": "schedule", "schedule": f"0x{at},5x{tokens}"} for at in range(1, tokens)
+    }
 
 
 def key(overlap: str, policy: str, at_once: int) -> str:
@@ -59,7 +65,13 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--headline", action="store_true", help="record the share as a quoted figure")
+    parser.add_argument("--policies", nargs="*", default=list(POLICIES), choices=[*POLICIES], metavar="NAME")
+    parser.add_argument("--switches", action="store_true", help="also leave gear 0 at every token of the answers")
+    parser.add_argument("--overlap", nargs="+", default=list(OVERLAP), choices=list(OVERLAP))
+    parser.add_argument("--at-once", nargs="+", type=int, default=[1, 4], metavar="N")
+    parser.add_argument(
+        "--headline", nargs="?", const="identity_cpu_fp32", metavar="NAME", help="record the share as a quoted figure"
+    )
     parser.add_argument("--sglang", nargs=argparse.REMAINDER, default=[], help="further flags for every server")
     args = parser.parse_args()
 
@@ -86,17 +98,21 @@ def main() -> int:
             record["baseline"] = answers(server, prompts, args.tokens, 1)
         save()
     lock = threading.Lock()
-    bar = tqdm(total=len(list(cells())), desc="policies", initial=len(record["cells"]))
+    policies = {name: POLICIES[name] for name in args.policies} | (switches(args.tokens) if args.switches else {})
+    gears = sorted({0, 5} | {policy["k"] for policy in policies.values() if "k" in policy})
+    cells = list(product(args.overlap, policies, args.at_once))
+    bar = tqdm(total=len(cells), desc="policies", initial=len(record["cells"]))
 
     def run_server(overlap: str) -> None:
-        todo = [cell for cell in cells() if cell[0] == overlap and key(*cell) not in record["cells"]]
+        todo = [cell for cell in cells if cell[0] == overlap and key(*cell) not in record["cells"]]
         if not todo:
             return
         drafted = ["--speculative-draft-model-path", draft, "--sdsie-policy", "fixed", *OVERLAP[overlap]]
+        drafted += ["--sdsie-gears", ",".join(map(str, gears))]
         with Server.start([*common, *drafted]) as server:
             for cell in todo:
                 _, policy, at_once = cell
-                server.set_policy(**POLICIES[policy])
+                server.set_policy(**policies[policy])
                 ids = answers(server, prompts, args.tokens, at_once)
                 differences = [first_difference(a, b) for a, b in zip(ids, record["baseline"], strict=True)]
                 with lock:
@@ -105,8 +121,8 @@ def main() -> int:
                     bar.update()
 
     # One server a setting, side by side: each keeps one core busy.
-    with bar, ThreadPoolExecutor(len(OVERLAP)) as pool:
-        for done in [pool.submit(run_server, overlap) for overlap in OVERLAP]:
+    with bar, ThreadPoolExecutor(len(args.overlap)) as pool:
+        for done in [pool.submit(run_server, overlap) for overlap in args.overlap]:
             done.result()
 
     differences = [d for cell in record["cells"].values() for d in cell]
@@ -117,7 +133,7 @@ def main() -> int:
             print(f"  {name}: first difference at token {[d for d in cell if d is not None]}")
     if args.headline:
         figure = headline.Figure(
-            name="identity_cpu_fp32", value=share, unit="1", where=machine.where(), record=str(args.out),
+            name=args.headline, value=share, unit="1", where=machine.where(), record=str(args.out),
             command=record["command"], date=headline.today(),
             note=f"{len(chosen)} prompts x {args.tokens} tokens, {len(record['cells'])} settings",
         )  # fmt: skip
