@@ -4,8 +4,9 @@
 
 No server and no GPU: each calibration is written as the checkpoint that SGLang would load, read back, and run in
 float32 in PyTorch. Held-out text is that of Python's own language reference (`pydoc_data.topics`), which no
-calibration reads. Accept lengths are exact for greedy decoding: from every position of the target's plain
-answers to the 27 prompts, the INT4 model proposes on the target's own keys and values, as the server's does.
+calibration reads. Accept lengths are exact for greedy decoding: from every position of the target's plain answers
+to the 27 prompts, the INT4 model proposes on the target's own keys and values, as the server's does. A run that
+was cut off goes on where it stopped.
 """
 
 import argparse
@@ -73,6 +74,7 @@ class Record(BaseModel):
     text: str
     text_sha256: str
     text_tokens: int
+    answer_tokens: int
     perplexity: float
     answers: list[dict[str, Any]]
     calibrations: list[Fidelity]
@@ -140,7 +142,7 @@ def quantised_model(folder: Path, calibration: str, scratch: Path) -> tuple[Llam
 
 
 def measure(options: argparse.Namespace) -> Record:
-    """Everything, one calibration after the other."""
+    """One calibration after the other, each written when it is done; those that the record has are kept."""
     target = compose().target
     plain = Llama.from_checkpoint(target).float()
     text = held_out_text(20 * options.text_tokens)
@@ -148,29 +150,62 @@ def measure(options: argparse.Namespace) -> Record:
     expected = [log_probabilities(plain, window) for window in windows]
     source = json.loads(ANSWERS.read_text())["answers"][: options.limit]
     answers = [{**a, "tokens": a["tokens"][: a["prompt_length"] + options.answer_tokens]} for a in source]
-    done = []
-    for calibration in options.calibrations:
-        with tempfile.TemporaryDirectory() as scratch:
-            low, size = quantised_model(target, calibration, Path(scratch))
-        runs = {}
-        for answer in tqdm(answers, desc=calibration):
-            ids, first = torch.tensor(answer["tokens"]), answer["prompt_length"]
-            proposals = self_chains(plain, low, ids, first, STEPS).tokens.numpy()
-            runs[answer["id"]] = run_lengths(proposals, ids[first:].numpy()).tolist()
-        figures = compare(expected, low, windows)
-        done.append(Fidelity(calibration=calibration, gigabytes=size / 1e9, runs=runs, **figures))
-    return Record(
+    record = Record(
         model="SmolLM2-135M-Instruct",
         text="pydoc_data.topics in alphabetical order",
         text_sha256=hashlib.sha256(text.encode()).hexdigest(),
         text_tokens=windows.numel(),
+        answer_tokens=options.answer_tokens,
         perplexity=perplexity(expected, windows),
         answers=[{key: a[key] for key in ("id", "category", "is_code")} for a in answers],
-        calibrations=done,
+        calibrations=[],
         machine=machine.describe(),
         command=this_command(),
         date=today(),
     )
+    done = {found.calibration: found for found in kept(record, options.out)}
+    for calibration in options.calibrations:
+        if calibration not in done:
+            done[calibration] = measure_one(calibration, target, plain, answers, expected, windows)
+        record.calibrations = [done[name] for name in CALIBRATIONS if name in done]
+        write(record, options.out)
+    return record
+
+
+def measure_one(
+    calibration: str,
+    target: Path,
+    plain: Llama,
+    answers: Sequence[dict[str, Any]],
+    expected: Sequence[torch.Tensor],
+    windows: torch.Tensor,
+) -> Fidelity:
+    """One calibration, written to a scratch folder as the checkpoint that SGLang would load."""
+    with tempfile.TemporaryDirectory() as scratch:
+        low, size = quantised_model(target, calibration, Path(scratch))
+    runs = {}
+    for answer in tqdm(answers, desc=calibration):
+        ids, first = torch.tensor(answer["tokens"]), answer["prompt_length"]
+        proposals = self_chains(plain, low, ids, first, STEPS).tokens.numpy()
+        runs[answer["id"]] = run_lengths(proposals, ids[first:].numpy()).tolist()
+    return Fidelity(calibration=calibration, gigabytes=size / 1e9, runs=runs, **compare(expected, low, windows))
+
+
+def kept(record: Record, out: Path) -> list[Fidelity]:
+    """Calibrations that an earlier run measured on the same text and answers."""
+    path = out / "fidelity.json"
+    if not path.exists():
+        return []
+    earlier = Record.model_validate_json(path.read_text())
+    same = ("model", "text_sha256", "text_tokens", "answer_tokens", "answers")
+    return earlier.calibrations if all(getattr(earlier, key) == getattr(record, key) for key in same) else []
+
+
+def write(record: Record, out: Path) -> None:
+    """The record, and its page."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "fidelity.json").write_text(record.model_dump_json() + "\n")
+    (out / "fidelity.md").write_text(page(record))
 
 
 def page(record: Record) -> str:
@@ -202,7 +237,7 @@ def page(record: Record) -> str:
     head = ["calibration", "GB", "perplexity", "KL, nats", "same top token"]
     return PAGE.format(
         record=record,
-        tokens=len(next(iter(record.calibrations[0].runs.values()))),
+        tokens=record.answer_tokens,
         fidelity=markdown([*head, *(f"K = {k}" for k in range(2, STEPS + 1))], fidelity),
         steps=STEPS,
         categories=markdown(["calibration", *categories, "code"], by_category),
@@ -215,7 +250,8 @@ Written by `{record.command}` on {record.date}; raw figures in `fidelity.json`.
 
 Perplexity and KL (unquantised || INT4) on {record.text_tokens} tokens of Python's language reference; the output
 head, which is the embedding, stays unquantised. Right: accept length of the self-draft, tokens a cycle of gear K,
-greedy, over {tokens} tokens of the target's plain answer to each of the 27 prompts; the prefill's token not counted.
+greedy, over at most {tokens} tokens of the target's plain answer to each of the 27 prompts; the prefill's token not
+counted.
 
 {fidelity}
 
@@ -238,9 +274,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     record = measure(options)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "fidelity.json").write_text(record.model_dump_json() + "\n")
-    (options.out / "fidelity.md").write_text(page(record))
     print(page(record))
 
 

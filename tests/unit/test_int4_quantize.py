@@ -174,3 +174,23 @@ def test_self_chains_are_what_low_precision_says_on_the_targets_keys():
                 token = (rms_norm(y[0, 0], low.norm) @ low.embedding.T).argmax()
                 chain.append(int(token))
             assert found[row].tolist() == chain
+
+
+def test_a_record_of_other_text_is_not_gone_on_with(tmp_path):
+    from sdsie_sglang.eval.int4_fidelity import Fidelity, Record, kept, write
+
+    found = Fidelity(
+        calibration="g32", gigabytes=0.1, perplexity=20.0, kl_nats=0.01, top1=0.9, runs={"a": [1, 0, 0], "b": [0, 0]}
+    )
+    answers = [{"id": "a", "category": "coding", "is_code": True}, {"id": "b", "category": "math", "is_code": False}]
+    record = Record(
+        model="m", text="t", text_sha256="0", text_tokens=512, answer_tokens=3, perplexity=19.0, answers=answers,
+        calibrations=[found], machine={}, command="c", date="d",
+    )  # fmt: skip
+    assert kept(record, tmp_path) == []
+    write(record, tmp_path)
+    assert kept(record, tmp_path) == [found]
+    assert kept(record.model_copy(update={"answer_tokens": 4}), tmp_path) == []
+    page = (tmp_path / "fidelity.md").read_text()
+    assert "| `g32` | 0.100 | 20.00 | 0.0100 | 90.0 % | 1.50 | 1.50 | 1.50 | 1.50 |" in page
+    assert "| calibration | math | coding | code |" in page
