@@ -5,6 +5,7 @@ from sdsie_sglang.patches import (
     cpu_packing,
     cpu_ranks,
     cpu_sampling,
+    fused_layer,
     internal_state,
     lm_head,
     meta_info,
@@ -35,7 +36,7 @@ CPU_HOOKS: tuple[Hook, ...] = (
     cpu_ranks.GROUPS,
 )
 
-GPU_HOOKS: tuple[Hook, ...] = (skinny_linear.HOOK,)
+GPU_HOOKS: tuple[Hook, ...] = (skinny_linear.HOOK, fused_layer.LAYER, fused_layer.LINK)
 
 
 def active_hooks() -> tuple[Hook, ...]:

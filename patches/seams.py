@@ -19,6 +19,8 @@ class Seam:
 _SPEC = "sglang.srt.speculative"
 _WORKER = f"{_SPEC}.eagle_worker_v2.EAGLEWorkerV2"
 _DRAFT = f"{_SPEC}.eagle_worker_v2.EagleDraftWorker"
+_LLAMA = "sglang.srt.models.llama"
+_BOUNDARY = "sglang.srt.layers.layer_boundary"
 _COMMON = f"{_SPEC}.eagle_worker_common"
 
 SEAMS: tuple[Seam, ...] = (
@@ -156,6 +158,13 @@ SEAMS: tuple[Seam, ...] = (
         ("iterable",),
         "int4/quantization.py",
     ),
+    Seam(f"{_LLAMA}.LlamaAttention.forward", ("self", "positions", "hidden_states", "forward_batch"), "fused_layer.py"),
+    Seam(f"{_LLAMA}.LlamaMLP.forward", ("self", "x", "forward_batch"), "fused_layer.py"),
+    Seam(f"{_BOUNDARY}.stage.StageBoundary.prepare", ("self", "hidden_states", "forward_batch"), "fused_layer.py"),
+    Seam(f"{_BOUNDARY}.stage.StageBoundary.finish", ("self", "hidden_states", "forward_batch"), "fused_layer.py"),
+    Seam(f"{_BOUNDARY}.construction.StagePlan.variant_for", ("self", "forward_batch"), "fused_layer.py"),
+    Seam(f"{_BOUNDARY}.residual.stream.ResidualStream.check", ("self", "hidden"), "fused_layer.py"),
+    Seam(f"{_BOUNDARY}.residual.stream.ResidualStream.write", ("self", "residual"), "fused_layer.py"),
     Seam("sglang.srt.server_args.prepare_server_args", ("argv",), "launch_server.py"),
     Seam("sglang.launch_server.run_server", ("server_args",), "launch_server.py"),
 )

@@ -23,7 +23,17 @@ OFF_VARIABLE = "SDSIE_OFF"
 CACHE_VARIABLE = "SDSIE_CACHE"
 ALGORITHM = "SDSIE"
 # Settings of the server itself, beside the policy's and those of INT4.
-OWN = ("gears", "trace", "draft", "no_calibrate", "calibration_seconds", "no_skinny_gemm", "check_ranks", "check_syncs")
+OWN = (
+    "gears",
+    "trace",
+    "draft",
+    "no_calibrate",
+    "calibration_seconds",
+    "no_skinny_gemm",
+    "no_fused_layer",
+    "check_ranks",
+    "check_syncs",
+)
 INT4_PREFIX = "int4_"
 
 
@@ -44,6 +54,7 @@ class SdsieConfig(BaseModel):
         no_calibrate: the launcher measures no cost table, even if it needs one.
         calibration_seconds: what measuring one may take, the start of the server that it needs not counted.
         no_skinny_gemm: leave the unquantised layers of a decode cycle to SGLang.
+        no_fused_layer: leave what lies between a layer's products to SGLang.
         check_ranks: tensor-parallel ranks compare every batch before they run it, and each writes a trace.
         check_syncs: waiting for the GPU while a cycle is issued stops the server; for tests.
     """
@@ -58,6 +69,7 @@ class SdsieConfig(BaseModel):
     no_calibrate: bool = False
     calibration_seconds: float = Field(default=60.0, gt=0.0, le=3600.0)
     no_skinny_gemm: bool = False
+    no_fused_layer: bool = False
     check_ranks: bool = False
     check_syncs: bool = False
 

@@ -89,6 +89,22 @@ def _check(x: Tensor, weight: Tensor) -> None:
         raise ValueError(f"skinny_gemm needs a contiguous weight with rows of a multiple of 8, got {n} x {k}")
 
 
+def aligned_rows(rows: Tensor) -> Tensor:
+    """The same (M, K) with 16-byte rows; rarely a copy."""
+    if rows.stride(1) != 1 or rows.stride(0) % 8 or rows.data_ptr() % 16:
+        return rows.clone(memory_format=torch.contiguous_format)
+    return rows
+
+
+def tile_for(x: Tensor, n: int, k: int, m: int, tile: Tile | None) -> Tile:
+    """The tile asked for, or the measured one, or a guess. Raises ValueError for one that no kernel has."""
+    if tile is None:
+        tile = (_table(x.device, True).get((n, k, m)) if x.is_cuda else None) or GUESS
+    if not tiles.fits(tile, m, k):
+        raise ValueError(f"no such kernel: {tile} for {m} rows of {k}")
+    return tile
+
+
 def _run(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | None) -> Tensor:
     _check(x, weight)
     n, k = weight.shape
@@ -99,12 +115,8 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | None) -> T
         return y
     if not (x.is_cuda or INTERPRET):
         return skinny_gemm_reference(rows, weight, bias).reshape(y.shape)
-    if rows.stride(1) != 1 or rows.stride(0) % 8 or rows.data_ptr() % 16:
-        rows = rows.clone(memory_format=torch.contiguous_format)  # 16-byte rows; rare
-    if tile is None:
-        tile = (_table(x.device, True).get((n, k, m)) if x.is_cuda else None) or GUESS
-    if not tiles.fits(tile, m, k):
-        raise ValueError(f"no such kernel: {tile} for {m} rows of {k}")
+    rows = aligned_rows(rows)
+    tile = tile_for(x, n, k, m, tile)
     capability = _capability(x.device)
     blocks = -(-n // (16 * tile.rows))
     kernel.skinny_kernel[(blocks,)](

@@ -20,18 +20,25 @@ from sdsie_sglang.kernels.int4_gemm.kernel import _mma, _opaque, _quarters, _sto
 def _load_weights(
     w, offsets,  # (T, 4)
     row, k, N,  # (T,): first row and k of this lane
-    K: tl.constexpr, R: tl.constexpr, V: tl.constexpr, MASK_N: tl.constexpr, MASK_K: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, V: tl.constexpr, PAIR: tl.constexpr,
+    MASK_N: tl.constexpr, MASK_K: tl.constexpr,
 ):  # fmt: skip
-    """32 V k of 16 R rows a warp: 2 R V 16-byte loads a lane, read once and not kept."""
+    """32 V k of 16 R rows a warp: 2 R V 16-byte loads a lane, read once and not kept.
+
+    PAIR: the lower eight rows of each tile of 16 are not the next eight, but those PAIR rows further down.
+    """
+    TILE: tl.constexpr = 8 if PAIR else 16  # rows from one tile to the next, and to a tile's lower half
+    LOWER: tl.constexpr = PAIR if PAIR else 8
     loaded = ()
-    for half in tl.static_range(2 * R):
-        for v in tl.static_range(V):
-            at = w + offsets + (half * 8 * (K // 2) + v * 16)
-            if MASK_N or MASK_K:
-                ok = (row + half * 8 < N) & (k + v * 32 < K)
-                loaded = loaded + (tl.load(at, mask=ok[:, None], other=0, eviction_policy="evict_first"),)
-            else:
-                loaded = loaded + (tl.load(at, eviction_policy="evict_first"),)
+    for r in tl.static_range(R):
+        for lower in tl.static_range(2):
+            for v in tl.static_range(V):
+                at = w + offsets + ((r * TILE + lower * LOWER) * (K // 2) + v * 16)
+                if MASK_N or MASK_K:  # with PAIR, N counts the pairs
+                    ok = (row + (r * TILE + lower * (LOWER - PAIR)) < N) & (k + v * 32 < K)
+                    loaded = loaded + (tl.load(at, mask=ok[:, None], other=0, eviction_policy="evict_first"),)
+                else:
+                    loaded = loaded + (tl.load(at, eviction_policy="evict_first"),)
     return loaded
 
 
@@ -79,6 +86,59 @@ def _multiply(
     return totals
 
 
+@triton.jit
+def _load_first_weights(
+    w, offsets, row, k, N,
+    K: tl.constexpr, R: tl.constexpr, V: tl.constexpr, W: tl.constexpr, DEPTH: tl.constexpr, PAIR: tl.constexpr,
+    MASK_N: tl.constexpr,
+):  # fmt: skip
+    """The weights of the first DEPTH steps, which depend on no kernel before."""
+    STEPS: tl.constexpr = (K + 32 * V * W - 1) // (32 * V * W)
+    PART: tl.constexpr = K % (32 * V * W) != 0  # the last step reads less
+    held = ()
+    for s in tl.static_range(DEPTH):
+        if s < STEPS:
+            held = held + _load_weights(w + s * (16 * V * W), offsets, row, k + s * (32 * V * W), N,
+                                        K, R, V, PAIR, MASK_N, PART and s == STEPS - 1)  # fmt: skip
+    return held
+
+
+@triton.jit
+def _load_first_x(
+    x, offsets, row, k, M, x_stride8,
+    K: tl.constexpr, C: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """The activations of the first step."""
+    return _load_x(x, offsets, row, k, M, x_stride8, K, C, V, K < 32 * V * W)
+
+
+@triton.jit
+def _multiply_all(
+    held, w, w_offsets, w_row, N,  # held: from _load_first_weights
+    x_next, x, x_offsets, x_row, k, M, x_stride8,  # x_next: from _load_first_x
+    K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, W: tl.constexpr, DEPTH: tl.constexpr,
+    PAIR: tl.constexpr, MASK_N: tl.constexpr, PDL: tl.constexpr, IS_BF16: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """All of K, unrolled: each warp's part of the sums, 4 R C registers a lane."""
+    STEPS: tl.constexpr = (K + 32 * V * W - 1) // (32 * V * W)
+    PART: tl.constexpr = K % (32 * V * W) != 0  # the last step reads less
+    EACH: tl.constexpr = 2 * R * V
+    totals = _zeros(R * C * 4, W * 32)
+    for s in tl.static_range(STEPS):
+        x_now = x_next
+        if s + 1 < STEPS:
+            x_next = _load_x(x + (s + 1) * (16 * V * W), x_offsets, x_row, k + (s + 1) * (32 * V * W), M, x_stride8,
+                             K, C, V, PART and s + 1 == STEPS - 1)  # fmt: skip
+        if PDL and not INTERPRET:
+            tl.extra.cuda.gdc_wait()  # returns at once; ptxas moves no load across it, so those of x stay ahead
+        totals = _multiply(held, s * EACH, x_now, totals, R, C, V, W, IS_BF16, INTERPRET)
+        if s + DEPTH < STEPS:
+            held = held + _load_weights(w + (s + DEPTH) * (16 * V * W), w_offsets, w_row,
+                                        k + (s + DEPTH) * (32 * V * W), N,
+                                        K, R, V, PAIR, MASK_N, PART and s + DEPTH == STEPS - 1)  # fmt: skip
+    return totals
+
+
 @triton.jit(do_not_specialize=["M", "x_stride8"])
 def skinny_kernel(
     x,  # (M, K) as int32 pairs, rows 16-byte aligned
@@ -99,9 +159,6 @@ def skinny_kernel(
     """One block: 16 R rows of W, all of K, unrolled."""
     T: tl.constexpr = W * 32
     STRIDE: tl.constexpr = K // 2
-    STEPS: tl.constexpr = (K + 32 * V * W - 1) // (32 * V * W)
-    PART: tl.constexpr = K % (32 * V * W) != 0  # the last step reads less
-    EACH: tl.constexpr = 2 * R * V
     block = tl.program_id(0)
     thread = tl.arange(0, T)
     lane = thread % 32
@@ -113,29 +170,14 @@ def skinny_kernel(
     w_offsets = (g * STRIDE + thread // 32 * (16 * V) + lane % 4 * 4)[:, None] + four
     x_offsets = (g * (x_stride8 * 4) + thread // 32 * (16 * V) + lane % 4 * 4)[:, None] + four
 
-    totals = _zeros(R * C * 4, T)
     if PDL and not INTERPRET:
         tl.extra.cuda.gdc_launch_dependents()
-    held = ()
-    for s in tl.static_range(DEPTH):
-        if s < STEPS:
-            held = held + _load_weights(w_at + s * (16 * V * W), w_offsets, row, k_lane + s * (32 * V * W), N,
-                                        K, R, V, MASK_N, PART and s == STEPS - 1)  # fmt: skip
+    held = _load_first_weights(w_at, w_offsets, row, k_lane, N, K, R, V, W, DEPTH, 0, MASK_N)
     if PDL and not INTERPRET:
         tl.extra.cuda.gdc_wait()  # weights don't depend on the kernel before; everything else does
-    x_next = _load_x(x, x_offsets, g, k_lane, M, x_stride8, K, C, V, PART and STEPS == 1)
-    for s in tl.static_range(STEPS):
-        x_now = x_next
-        if s + 1 < STEPS:
-            x_next = _load_x(x + (s + 1) * (16 * V * W), x_offsets, g, k_lane + (s + 1) * (32 * V * W), M, x_stride8,
-                             K, C, V, PART and s + 1 == STEPS - 1)  # fmt: skip
-        if PDL and not INTERPRET:
-            tl.extra.cuda.gdc_wait()  # returns at once; ptxas moves no load across it, so those of x stay ahead
-        totals = _multiply(held, s * EACH, x_now, totals, R, C, V, W, IS_BF16, INTERPRET)
-        if s + DEPTH < STEPS:
-            held = held + _load_weights(w_at + (s + DEPTH) * (16 * V * W), w_offsets, row,
-                                        k_lane + (s + DEPTH) * (32 * V * W), N,
-                                        K, R, V, MASK_N, PART and s + DEPTH == STEPS - 1)  # fmt: skip
+    x_next = _load_first_x(x, x_offsets, g, k_lane, M, x_stride8, K, C, V, W)
+    totals = _multiply_all(held, w_at, w_offsets, row, N, x_next, x, x_offsets, g, k_lane, M, x_stride8,
+                           K, R, C, V, W, DEPTH, 0, MASK_N, PDL, IS_BF16, INTERPRET)  # fmt: skip
 
     # thread t takes outputs t, t + T, ... of the block's (8 C, 16 R) tile, n fastest
     Q: tl.constexpr = (4 * R * C + W - 1) // W

@@ -12,6 +12,30 @@ def skinny_gemm_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None)
     return y.to(x.dtype)
 
 
+def add_norm_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y (M, N), and of s = y + residual: s rounded, s · norm_weight rounded, sums of squares of 16 columns each."""
+    y = skinny_gemm_reference(x, weight, bias)
+    s = y.float() + residual.float()
+    squares = s.square().unflatten(1, (-1, 16)).sum(-1)
+    return y, s.to(x.dtype), (s * norm_weight.float()).to(x.dtype), squares
+
+
+def normed_reference(
+    scaled: Tensor, squares: Tensor, weight: Tensor, bias: Tensor | None, eps: float, silu: bool
+) -> Tensor:
+    """The product of the norm whose parts `add_norm_reference` made; with silu, of gate and up (2 N, K)."""
+    one_over_rms = torch.rsqrt(squares.sum(1, keepdim=True) / scaled.shape[1] + eps)
+    y = (scaled.float() @ weight.float().T) * one_over_rms
+    if silu:
+        gate, up = y.to(scaled.dtype).float().chunk(2, dim=1)
+        y = gate / (1 + torch.exp(-gate)) * up
+    if bias is not None:
+        y += bias.float()
+    return y.to(scaled.dtype)
+
+
 def tolerance(x: Tensor, weight: Tensor) -> Tensor:
     """(M, N) largest difference from the exact product that rounding explains: one rounding of the result to x's
     dtype, and fp32 additions that each lose at most 2^-23 of the running sum of magnitudes (tensor cores truncate)."""
