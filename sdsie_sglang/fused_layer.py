@@ -77,9 +77,9 @@ def forward(
 
 def applies(layer: Any, hidden_states: Any, forward_batch: Any) -> bool:
     """Whether this batch may go through the fused layer. Costs a prefill one comparison."""
-    if not isinstance(hidden_states, Tensor) or hidden_states.dim() != 2 or hidden_states.shape[0] > MAX_ROWS:
+    if torch.compiler.is_compiling() or not isinstance(hidden_states, Tensor):
         return False
-    if torch.compiler.is_compiling() or hidden_states.dtype != torch.bfloat16:
+    if hidden_states.dim() != 2 or hidden_states.shape[0] > MAX_ROWS or hidden_states.dtype != torch.bfloat16:
         return False
     return _is_plain(layer) and wanted() and _has_tiles(layer, hidden_states) and _is_ordinary(layer, forward_batch)
 
@@ -130,12 +130,14 @@ def _has_tiles(layer: Any, hidden_states: Tensor) -> bool:
 
 
 def _is_ordinary(layer: Any, forward_batch: Any) -> bool:
-    """Whether the stream holds a plain tensor for its residual, or nothing yet, and rows stay where they are."""
+    """Whether a decode cycle's stream holds a plain tensor for its residual, or nothing yet, and rows stay in place."""
     from sglang.srt.layers.layer_boundary.contracts import BatchVariant
 
     stream = forward_batch.residual_stream
     if stream is None or stream.transport is not None:
         return False
+    if forward_batch.forward_mode.is_extend_or_draft_extend_or_mixed():
+        return False  # a short prompt: no graph has had its kernels compiled, and nothing is gained
     pending = stream.pending
     fresh = pending is None and stream.residual is None
     plain = pending is not None and pending.owed is None and pending.update.is_plain_add and stream.residual is not None

@@ -24,7 +24,7 @@ def _stream(m: int, hidden: int) -> NormedStream:
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
 def test_addition_and_scaling_are_exact_given_the_product(tile: Tile, with_bias: bool) -> None:
-    m, n, k = 5, 48, 512
+    m, n, k = 5, 48, 256
     x, weight, residual, norm_weight = _random(m, k), _random(n, k, seed=1) / 16, _random(m, n), _random(n, seed=3)
     bias = _random(n, seed=4) if with_bias else None
     y, stream = add_norm_gemm(x, weight, bias, residual, norm_weight, tile=tile)
@@ -59,9 +59,9 @@ def test_gate_and_up_meet_in_one_lane(tile: Tile) -> None:
 
 
 def test_rows_do_not_depend_on_the_batch_nor_on_row_tiles_and_depth() -> None:
-    full, weight = _stream(16, 512), _random(64, 512, seed=5) / 16
+    full, weight = _stream(16, 256), _random(64, 256, seed=5) / 16
     whole = [normed_gemm(full, weight, None, EPS, silu=silu, tile=TILES[0]) for silu in (False, True)]
-    x, residual, norm_weight = _random(16, 512), _random(16, 64, seed=7), _random(64, seed=8)
+    x, residual, norm_weight = _random(16, 256), _random(16, 64, seed=7), _random(64, seed=8)
     y, stream = add_norm_gemm(x, weight, None, residual, norm_weight, tile=TILES[0])
     for m in (1, 9):
         part = NormedStream(*(tensor[:m].contiguous() for tensor in full))

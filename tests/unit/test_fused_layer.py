@@ -23,6 +23,7 @@ from sglang.srt.layers.linear import (  # noqa: E402
     RowParallelLinear,
 )
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod  # noqa: E402
+from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
 from sglang.srt.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP  # noqa: E402
 
 from sdsie_sglang import fused_layer  # noqa: E402
@@ -104,7 +105,7 @@ def _layer(bias: bool = False) -> Any:
         down_proj=_product(RowParallelLinear, HIDDEN, INTERMEDIATE),
         act_fn=activation,
         dual_gemm=SimpleNamespace(mode=None, can_run=lambda x, layer: False),
-        activation_quant=SimpleNamespace(enabled=False),
+        activation_quant=SimpleNamespace(enabled=False, forward_decode=lambda x, act_fn, down_proj: act_fn(x)),
     )
     layer = _hollow(
         LlamaDecoderLayer, self_attn=attention, mlp=mlp, input_layernorm=_norm(), post_attention_layernorm=_norm()
@@ -125,8 +126,7 @@ def layers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return made
 
 
-def _batch() -> Any:
-    mode = SimpleNamespace(is_extend=lambda: False, is_decode=lambda: False)
+def _batch(mode: ForwardMode = ForwardMode.DECODE) -> Any:
     return SimpleNamespace(residual_stream=ResidualStream(), forward_mode=mode)
 
 
@@ -192,8 +192,10 @@ CHANGES = {
 }
 
 
-def test_a_plain_layer_is_fused(layers: list[Any]) -> None:
-    assert fused_layer.applies(layers[0], torch.zeros(6, HIDDEN, dtype=BF16), _batch())
+@pytest.mark.parametrize("mode", list(ForwardMode), ids=lambda mode: mode.name)
+def test_a_plain_layer_of_a_decode_cycle_is_fused(layers: list[Any], mode: ForwardMode) -> None:
+    prompt = mode in (ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.SPLIT_PREFILL)
+    assert fused_layer.applies(layers[0], torch.zeros(6, HIDDEN, dtype=BF16), _batch(mode)) is not prompt
 
 
 @pytest.mark.parametrize("name", CHANGES)
