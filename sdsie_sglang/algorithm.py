@@ -55,6 +55,8 @@ class SdsieAlgorithm(CustomSpecAlgo):
         """Fills what the gears decide. SGLang sizes its buffers from the widest gear."""
         config = config_from_env()
         widest = max(1, *config.built_gears(graphs=captures_graphs(server_args)))
+        if config.resolution_layers is not None:
+            widest = 1  # nothing is drafted; SGLang has no speculation without a step
         if server_args.max_running_requests is None:
             server_args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
         server_args.enable_mixed_chunk = False
@@ -130,10 +132,13 @@ def _refusals(args: Any, config: SdsieConfig) -> list[tuple[bool, str]]:
 
 def check_drafting(args: Any, config: SdsieConfig) -> None:
     """Raises ConfigError if the draft that was asked for cannot be had, as far as files and flags tell."""
-    if not config.drafts_itself:
+    if config.needs_draft_model:
         check_draft(args.model_path, args.speculative_draft_model_path)
     elif args.speculative_draft_model_path is not None:
-        raise ConfigError("--sdsie-draft self-int4 drafts with the target: leave out --speculative-draft-model-path")
+        reason = "--sdsie-draft self-int4 drafts with the target"
+        if config.resolution_layers is not None:
+            reason = "--sdsie-resolution-layers drafts nothing"
+        raise ConfigError(f"{reason}: leave out --speculative-draft-model-path")
     else:
         check_folder("target", args.model_path)
     check_int4(args, config)
@@ -149,6 +154,7 @@ def check_int4(args: Any, config: SdsieConfig) -> None:
         tp_size=args.tp_size,
         device=args.device or "",
         dtype=args.dtype,
+        resolution_layers=config.resolution_layers,
     )
     if problem is not None:
         raise ConfigError(problem)

@@ -71,6 +71,12 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         action="store_true",
     )
     flag("check-syncs", "stop the server where issuing a cycle waits for the GPU (for tests)", action="store_true")
+    flag(
+        "resolution-layers",
+        "NOT LOSSLESS. Linear layers that run in INT4 while the policy (default here: entropy) engages, unverified and "
+        "without drafts: mlp.down_proj@all, @0,7,12-15, @first:4, @middle:4, @last:4 or @spread:4; several joined by ;",
+        metavar="SPEC",
+    )
     flag("settings", "YAML or JSON file with these names; flags win over it", metavar="FILE")
     flag("off", "serve with SGLang exactly as shipped (the baseline)", action="store_true")
 

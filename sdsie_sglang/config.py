@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from sdsie_sglang.gears.cost_table import load_cost_table
 from sdsie_sglang.gears.settings import MAX_K, PolicySettings, first_error
+from sdsie_sglang.int4.resolution import parse_layers
 from sdsie_sglang.int4.settings import Int4Settings
 
 CONFIG_VARIABLE = "SDSIE_CONFIG"
@@ -33,6 +34,7 @@ OWN = (
     "no_fused_layer",
     "check_ranks",
     "check_syncs",
+    "resolution_layers",
 )
 INT4_PREFIX = "int4_"
 
@@ -57,6 +59,8 @@ class SdsieConfig(BaseModel):
         no_fused_layer: leave what lies between a layer's products to SGLang.
         check_ranks: tensor-parallel ranks compare every batch before they run it, and each writes a trace.
         check_syncs: waiting for the GPU while a cycle is issued stops the server; for tests.
+        resolution_layers: linear layers that multiply by INT4 weights while the policy asks for a gear above 0, in a
+            plain decode that nothing verifies (`int4/resolution.py`); None: off.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -72,14 +76,22 @@ class SdsieConfig(BaseModel):
     no_fused_layer: bool = False
     check_ranks: bool = False
     check_syncs: bool = False
+    resolution_layers: str | None = None
 
     @property
     def drafts_itself(self) -> bool:
         """Whether the target is its own draft, in INT4."""
         return self.draft == "self-int4"
 
+    @property
+    def needs_draft_model(self) -> bool:
+        """Whether a second model has to be named."""
+        return not self.drafts_itself and self.resolution_layers is None
+
     @model_validator(mode="after")
     def _check(self) -> "SdsieConfig":
+        if self.resolution_layers is not None:
+            self._check_resolution(self.resolution_layers)
         if self.gears is not None:
             if not self.gears or not all(0 <= k <= MAX_K for k in self.gears):
                 raise ValueError(f"gears must be from 0 to {MAX_K}")
@@ -87,6 +99,19 @@ class SdsieConfig(BaseModel):
         elif self.policy.cost_table is not None:
             self._table_gears()  # raises where the table cannot be used, whatever the policy is for now
         return self
+
+    def _check_resolution(self, layers: str) -> None:
+        """Nothing is drafted, so nothing that concerns drafts may be asked for. Raises ValueError."""
+        parse_layers(layers)
+        alone = "--sdsie-resolution-layers drafts nothing: leave out"
+        if self.drafts_itself:
+            raise ValueError(f"{alone} --sdsie-draft self-int4, or these layers for the lossless one of the two")
+        if self.gears is not None:
+            raise ValueError(f"{alone} --sdsie-gears")
+        if self.policy.policy == "cost" or self.policy.cost_table is not None:
+            raise ValueError(f"{alone} the cost gate, which chooses how many tokens to draft")
+        if self.int4.exclude or self.int4.lm_head:
+            raise ValueError("--sdsie-resolution-layers names the layers: leave out int4_exclude and int4_lm_head")
 
     def _check_gears(self, gears: set[int]) -> None:
         """The cost gate chooses among the gears named here, which its table must know; others need all of theirs."""
@@ -108,7 +133,7 @@ class SdsieConfig(BaseModel):
         """Gears to prepare at start, ascending. Gear 0 is always among them: it is the fallback."""
         if self.gears is not None:
             return tuple(sorted({0, *self.gears}))
-        if not graphs:
+        if not graphs or self.resolution_layers is not None:  # every gear above 0 is gear R
             return tuple(range(MAX_K + 1))
         return tuple(sorted({0, *self.policy.gears, *self._table_gears()}))
 
@@ -121,6 +146,8 @@ def parse_config(values: Mapping[str, Any]) -> SdsieConfig:
         own["gears"] = parse_gears(own["gears"])
     int4 = {key.removeprefix(INT4_PREFIX): value for key, value in values.items() if key.startswith(INT4_PREFIX)}
     policy = {key: value for key, value in values.items() if key not in own and not key.startswith(INT4_PREFIX)}
+    if own.get("resolution_layers") is not None:
+        policy = {"policy": "entropy", **policy}
     try:
         return SdsieConfig(policy=PolicySettings(**policy), int4=Int4Settings(**int4), **own)
     except ValidationError as error:

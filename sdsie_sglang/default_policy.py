@@ -30,14 +30,20 @@ def completed(settings: Mapping[str, Any], arguments: Sequence[str]) -> dict[str
     complete = dict(settings)
     if settings.get("cost_table") is not None:
         complete.setdefault("policy", "cost")
-    if DEFAULT_DRAFT is not None and not any(gives(arguments, flag) for flag in DRAFT_FLAGS):
+    if (
+        DEFAULT_DRAFT is not None
+        and settings.get("resolution_layers") is None
+        and not any(gives(arguments, flag) for flag in DRAFT_FLAGS)
+    ):
         complete.setdefault("draft", DEFAULT_DRAFT)
     return complete
 
 
 def leaves_open(settings: Mapping[str, Any]) -> bool:
     """Whether a policy, or the table of the cost gate, is to be found: a setting of another policy (K, thresholds …)
-    says that none is."""
+    says that none is, and so do layers of the Resolution Gear, which drafts nothing."""
+    if settings.get("resolution_layers") is not None:
+        return False
     if settings.get("policy") == "cost":
         return settings.get("cost_table") is None
     return not settings.keys() & (PolicySettings.model_fields.keys() - (OF_THE_COST_GATE - {"cost_table"}))

@@ -1,6 +1,7 @@
 """Gives a loaded model a second, INT4 weight in each linear layer."""
 
 import logging
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -25,8 +26,11 @@ def check_device(device: torch.device, dtype: torch.dtype) -> None:
         raise Int4Unsupported(f"INT4 runs in bf16 or fp16 on a GPU, not in {dtype}: give --dtype bfloat16")
 
 
-def add_int4(model: torch.nn.Module, settings: Int4Settings) -> int:
+def add_int4(model: torch.nn.Module, settings: Int4Settings, only: Collection[str] | None = None) -> int:
     """Full precision stays as SGLang loaded it; INT4 runs while `running_int4()`. Returns the bytes added.
+
+    Args:
+        only: names of the layers that get an INT4 weight; None: all but those that the settings exclude.
 
     Raises:
         Int4Unsupported: a layer is quantised already, or a shard's edge would cut a group.
@@ -39,12 +43,12 @@ def add_int4(model: torch.nn.Module, settings: Int4Settings) -> int:
     group = CALIBRATIONS[settings.calibration].group
     added, plain_bytes, layers = 0, 0, 0
     for name, layer in model.named_modules():
-        if not isinstance(layer, LinearBase) or settings.excludes(name):
+        if not isinstance(layer, LinearBase) or settings.excludes(name) or (only is not None and name not in only):
             continue
         if not isinstance(layer.quant_method, UnquantizedLinearMethod):
             raise Int4Unsupported(
-                f"{name} is quantised already ({type(layer.quant_method).__name__}): the INT4 self-draft needs an "
-                "unquantised target"
+                f"{name} is quantised already ({type(layer.quant_method).__name__}): both precisions in one layer need "
+                "an unquantised target"
             )
         check_device(layer.weight.device, layer.weight.dtype)
         check_groups(name, layer.weight.shape[1], layer.input_size, group)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sdsie_sglang.int4.checkpoint_format import METHOD
+from sdsie_sglang.int4.resolution import layers_problem, parse_layers
 from sdsie_sglang.int4.settings import CALIBRATIONS, Int4Settings
 
 
@@ -16,19 +17,26 @@ def find_problem(
     tp_size: int,
     device: str,
     dtype: str,
+    resolution_layers: str | None = None,
 ) -> str | None:
     """One line that says why not, or None.
 
     Args:
         model: the target's config.json, empty where it is not at hand.
         quantization: what --quantization gives.
+        resolution_layers: what --sdsie-resolution-layers gives.
     """
     saved = model.get("quantization_config") or {}
     found = saved.get("quant_method")
     quantization = None if quantization == "unquant" else quantization
-    if drafts_itself and (quantization or found):
-        return f"--sdsie-draft self-int4 needs an unquantised target, this one is {quantization or found}"
-    if not drafts_itself and METHOD not in (quantization, found):
+    beside = "--sdsie-draft self-int4" if drafts_itself else None
+    if resolution_layers is not None:
+        beside = "--sdsie-resolution-layers"
+        if problem := layers_problem(resolution_layers, model):
+            return problem
+    if beside and (quantization or found):
+        return f"{beside} needs an unquantised target, this one is {quantization or found}"
+    if not beside and METHOD not in (quantization, found):
         return None
     calibration = saved.get("calibration", int4.calibration) if found == METHOD else int4.calibration
     how = CALIBRATIONS.get(calibration)
@@ -37,16 +45,18 @@ def find_problem(
     if how.needs_text and found != METHOD:
         return f"--sdsie-int4-calibration {calibration} needs a little text and so cannot be done while loading: " + (
             "choose another"
-            if drafts_itself
+            if beside
             else "write a checkpoint with python -m sdsie_sglang.int4.quantize and serve that"
         )
     if device != "cpu" and dtype in ("float32", "float"):
         return "INT4 runs in bf16 or fp16 on a GPU: leave out --dtype float32"
+    chosen = None if resolution_layers is None else {c.module for c in parse_layers(resolution_layers).choices}
     for name, k in row_parallel_inputs(model).items():
-        if how.group and tp_size > 1 and k % tp_size == 0 and (k // tp_size) % how.group and not int4.excludes(name):
+        full = int4.excludes(name) if chosen is None else name not in chosen
+        if how.group and tp_size > 1 and k % tp_size == 0 and (k // tp_size) % how.group and not full:
             return (
                 f"INT4 groups of {how.group} do not divide the {k // tp_size} inputs of {name} on each of {tp_size} "
-                f"ranks: use a smaller group or --tp-size, or exclude the layer"
+                f"ranks: use a smaller group or --tp-size, or {'exclude' if chosen is None else 'leave out'} the layer"
             )
     return None
 

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from sdsie_sglang.int4.calibration import CalibratedWeight, calibrate, scale_dtype
 from sdsie_sglang.int4.checkpoint import unfold_codes
 from sdsie_sglang.int4.checkpoint_format import CODES, FACTORS, SCALES, ZEROS
-from sdsie_sglang.int4.precision import is_int4
+from sdsie_sglang.int4.precision import count_int4_product, is_int4
 from sdsie_sglang.int4.settings import CALIBRATIONS
 from sdsie_sglang.int4.weight import Int4Weight
 from sdsie_sglang.kernels.int4_gemm import QuantizedWeight
@@ -166,5 +166,6 @@ class DualLinearMethod(LinearMethodBase):
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if is_int4():
+            count_int4_product()
             return getattr(layer, ATTRIBUTE).multiply(x, bias)
         return self._plain.apply(layer, x, bias)

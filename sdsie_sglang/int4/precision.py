@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _int4 = False
+_products = 0
 
 
 def is_int4() -> bool:
@@ -23,3 +24,14 @@ def running_int4() -> Iterator[None]:
         yield
     finally:
         _int4 = before
+
+
+def count_int4_product() -> None:
+    """Called for each product that a layer with both precisions computes by its INT4 weight."""
+    global _products
+    _products += 1
+
+
+def int4_products() -> int:
+    """How many there were in this process. A product within a CUDA graph counts while the graph is captured."""
+    return _products

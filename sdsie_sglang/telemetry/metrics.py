@@ -10,16 +10,16 @@ ENTROPY_BUCKETS_BITS = (0.05, 0.1, 0.15, 0.3, 0.55, 0.7, 1.0, 1.25, 1.4, 2.0, 3.
 
 
 class Metrics(Protocol):
-    def cycle(self, k: int, draft_passes: int) -> None: ...
-    def request_cycle(self, k: int, committed: int, switched: bool, entropy_bits: float) -> None: ...
+    def cycle(self, gear: int | str, draft_passes: int, int4_layers: int) -> None: ...
+    def request_cycle(self, gear: int | str, committed: int, switched: bool, entropy_bits: float) -> None: ...
     def gate_failed(self) -> None: ...
 
 
 class NoMetrics:
-    def cycle(self, k: int, draft_passes: int) -> None:
+    def cycle(self, gear: int | str, draft_passes: int, int4_layers: int) -> None:
         pass
 
-    def request_cycle(self, k: int, committed: int, switched: bool, entropy_bits: float) -> None:
+    def request_cycle(self, gear: int | str, committed: int, switched: bool, entropy_bits: float) -> None:
         pass
 
     def gate_failed(self) -> None:
@@ -40,6 +40,7 @@ class PrometheusMetrics:
         self._labels = labels
         self._cycles = counter("cycles", "Decode cycles that ran, by gear", "gear")
         self._draft_passes = counter("draft_passes", "Forward passes of the draft").labels(**labels)
+        self._int4_layers = counter("int4_layers", "Linear layers that the target ran in INT4").labels(**labels)
         self._switches = counter("gear_switches", "Gear changes, summed over requests").labels(**labels)
         self._committed = counter("committed_tokens", "Tokens committed, by gear", "gear")
         self._failures = counter("gate_failures", "Failures inside the gate, each run in gear 0").labels(**labels)
@@ -51,12 +52,13 @@ class PrometheusMetrics:
             buckets=ENTROPY_BUCKETS_BITS,
         ).labels(**labels)
 
-    def cycle(self, k: int, draft_passes: int) -> None:
-        self._cycles.labels(**self._labels, gear=str(k)).inc()
+    def cycle(self, gear: int | str, draft_passes: int, int4_layers: int) -> None:
+        self._cycles.labels(**self._labels, gear=str(gear)).inc()
         self._draft_passes.inc(draft_passes)
+        self._int4_layers.inc(int4_layers)
 
-    def request_cycle(self, k: int, committed: int, switched: bool, entropy_bits: float) -> None:
-        self._committed.labels(**self._labels, gear=str(k)).inc(committed)
+    def request_cycle(self, gear: int | str, committed: int, switched: bool, entropy_bits: float) -> None:
+        self._committed.labels(**self._labels, gear=str(gear)).inc(committed)
         self._switches.inc(switched)
         if entropy_bits == entropy_bits and entropy_bits != float("inf"):
             self._entropy.observe(entropy_bits)

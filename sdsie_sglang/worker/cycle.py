@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from sdsie_sglang.gears import Observation, RequestGate
+from sdsie_sglang.int4.resolution import GEAR as R
 from sdsie_sglang.worker.request_state import RequestState
 
 
@@ -42,8 +43,9 @@ class Cycle:
     catch_up_passes: those of them that only brought the draft's KV up to date, beyond the one
         that every K-cycle begins with.
     gates: the requests' gates at launch; a retracted request has a new one by now.
-    numbers: float32: tokens committed [bs] (left out in gear 0, where it is one), then entropies in bits [bs, rows]
-        of the first `rows` verified positions, or of the last committed one if rows is 1.
+    numbers: float32: tokens committed [bs] (left out in gears 0 and R, where it is one), then entropies in bits
+        [bs, rows] of the first `rows` verified positions, or of the last committed one if rows is 1.
+    int4_layers: linear layers that the target itself ran in INT4; more than none is gear R, whatever K stood for it.
     """
 
     number: int
@@ -56,12 +58,22 @@ class Cycle:
     numbers: HostCopy
     observations: list[Observation] | None = None
     committed: list[int] = field(default_factory=list)
+    int4_layers: int = 0
+
+    @property
+    def gear(self) -> int | str:
+        """What ran, as telemetry calls it."""
+        return R if self.int4_layers else self.k
+
+    @property
+    def drafts(self) -> bool:
+        return self.k > 0 and not self.int4_layers
 
     def settle(self) -> list[Observation]:
         """Reads the numbers, once. Waits only if the device has not finished the cycle."""
         if self.observations is None:
             bs, values = len(self.rids), self.numbers.read()
-            counts, entropies = (values[:bs], values[bs:]) if self.k else ([1.0] * bs, values)
+            counts, entropies = (values[:bs], values[bs:]) if self.drafts else ([1.0] * bs, values)
             self.committed = [int(count) for count in counts]
             rows = len(entropies) // bs
             self.observations = [
@@ -73,7 +85,8 @@ class Cycle:
     def trace_line(self) -> dict[str, Any]:
         return {
             "cycle": self.number,
-            "k": self.k,
+            "k": self.gear,
+            "int4_layers": self.int4_layers,
             "draft_passes": self.draft_passes,
             "catch_up_passes": self.catch_up_passes,
             "rids": self.rids,

@@ -114,11 +114,11 @@ class Gate:
 
     def _publish(self, cycle: Cycle) -> None:
         observations = cycle.settle()
-        self._metrics.cycle(cycle.k, cycle.draft_passes)
+        self._metrics.cycle(cycle.gear, cycle.draft_passes, cycle.int4_layers)
         for state, seen, committed in zip(cycle.states, observations, cycle.committed, strict=True):
             entropy_bits = seen.entropy_bits[-1] if seen.entropy_bits else math.nan
-            switched = state.stats.add_cycle(cycle.k, cycle.draft_passes, committed, entropy_bits)
-            self._metrics.request_cycle(cycle.k, committed, switched, entropy_bits)
+            switched = state.stats.add_cycle(cycle.gear, cycle.draft_passes, committed, entropy_bits, cycle.int4_layers)
+            self._metrics.request_cycle(cycle.gear, committed, switched, entropy_bits)
         self._trace.write(cycle.trace_line())
 
     def _failed(self) -> None:

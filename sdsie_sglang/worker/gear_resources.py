@@ -47,6 +47,11 @@ def build_gears(
         graphs: whether CUDA graphs are captured.
     """
     bundles: dict[int, SpecRuntimeState] = {}
+    if worker.resolution is not None:
+        for name, k in (("gear 0", 0), ("gear R", 1)):
+            with _logged(worker, name):
+                bundles[k] = worker.resolution.build(lambda: _build_plain(worker, graphs), k)
+        return {k: bundles[min(k, 1)] for k in gears}, {}
     drafts_itself = isinstance(worker.draft_worker, SelfDraftWorker)
     extend, extend_graphs = ({}, {}) if drafts_itself else _build_extends(worker, graphs)
     for k in gears:

@@ -30,6 +30,7 @@ from sdsie_sglang.worker.gear_resources import build_gears, silence_swaps
 from sdsie_sglang.worker.plain_decode import decode_plain
 from sdsie_sglang.worker.rank_check import PREFILL, RankCheck
 from sdsie_sglang.worker.request_state import RequestState, attach, find_state, needs_plain, state_of
+from sdsie_sglang.worker.resolution import ResolutionGear
 from sdsie_sglang.worker.self_draft import SelfDraftWorker, drafting_itself
 from sdsie_sglang.worker.self_drafter import SelfDrafter
 from sdsie_sglang.worker.sync_check import syncs_are_errors
@@ -48,10 +49,14 @@ class SdsieWorker(StandaloneWorkerV2):
 
     def __init__(self, server_args: ServerArgs, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
         config = config_from_env()
-        with drafting_itself() if config.drafts_itself else nullcontext():
+        with nullcontext() if config.needs_draft_model else drafting_itself():
             super().__init__(server_args, gpu_id, nccl_port, target_worker)
+        model = target_worker.model_runner.model
         if config.drafts_itself:
-            add_int4(target_worker.model_runner.model, config.int4)
+            add_int4(model, config.int4)
+        self.resolution: ResolutionGear | None = None
+        if config.resolution_layers is not None:
+            self.resolution = ResolutionGear(model, config.resolution_layers, config.int4)
         parallel = get_parallel()
         self._graphs = torch.device(self.device).type == "cuda" and not check_cuda_graph_backend(
             Phase.DECODE, Backend.DISABLED
@@ -82,6 +87,10 @@ class SdsieWorker(StandaloneWorkerV2):
         conditions = conditions_of(server_args, config)
         set_live({"conditions": conditions.model_dump()})
         logger.info(live_line())
+        if self.resolution is not None:
+            set_live({"resolution": {"layers": sorted(self.resolution.names), "calibration": config.int4.calibration}})
+            if first_rank:
+                logger.warning(self.resolution.warning())
         if first_rank and (warning := table_warning(config.policy.cost_table, conditions)):
             logger.warning(warning)
 
@@ -89,9 +98,8 @@ class SdsieWorker(StandaloneWorkerV2):
         """Called by SGLang once pools and backends exist."""
         super().init_cuda_graphs()
         self._bundles, extend_graphs = build_gears(self, self.gate.gears, self._graphs)
-        # SGLang's swap skips the gear that it believes to be in force, whose start-up resources are not ours.
-        self.speculative_num_steps = -1
-        self.apply_runtime_state(self._bundles[max(self.gate.gears)])
+        self._in_force: Any = None
+        self._shift(max(self.gate.gears))
         self.drafter = self._build_drafter(extend_graphs)
         self._stub_topk = (
             torch.zeros((self.req_to_token_pool.size, 1), dtype=torch.float32, device=self.device),
@@ -166,7 +174,7 @@ class SdsieWorker(StandaloneWorkerV2):
         state = find_state(req)
         if state is None:
             state = self.gate.new_state()
-            state.plain_only = needs_plain(req.sampling_params)
+            state.plain_only = self.resolution is None and needs_plain(req.sampling_params)
             attach(req, state)
         elif state.retractions != req.retraction_count:
             self.gate.restart(state)
@@ -179,7 +187,12 @@ class SdsieWorker(StandaloneWorkerV2):
             self._rank_check.compare(gear, [req.rid for req in batch.reqs], states)
 
     def _shift(self, k: int) -> None:
-        self.apply_runtime_state(self._bundles[k])
+        bundle = self._bundles[k]
+        if bundle is not self._in_force:
+            # SGLang's swap skips a bundle of the same steps: its own of the start, and gear R beside gear 0.
+            self.speculative_num_steps = -1
+            self.apply_runtime_state(bundle)
+            self._in_force = bundle
 
     def _run_cycle(
         self,
@@ -191,11 +204,14 @@ class SdsieWorker(StandaloneWorkerV2):
     ) -> GenerationBatchResult:
         """Runs gear `k` as far as the worker was shifted, and fails if that is not what ran."""
         passes_before = self.drafter.passes.total
+        resolution = self.resolution
+        int4_before = resolution.executed if resolution is not None else 0
         self._target_worker.model_runner.shared_read_done_event = None
         if self.speculative_num_steps == 0:
-            result, numbers = decode_plain(
-                batch, states, self._target_worker, self.drafter.history, on_publish, grammar_barrier
-            )
+            with resolution.running(k) if resolution is not None else nullcontext():
+                result, numbers = decode_plain(
+                    batch, states, self._target_worker, self.drafter.history, on_publish, grammar_barrier
+                )
             bonus = result.next_token_ids
             catch_up_passes = 0
         else:
@@ -204,10 +220,15 @@ class SdsieWorker(StandaloneWorkerV2):
             catch_up_passes = self.drafter.catch_up_passes
         result.next_draft_input = self._pending(bonus)
         draft_passes = self.drafter.passes.total - passes_before
-        if draft_passes != k + catch_up_passes or result.speculative_num_draft_tokens != k + 1:
+        drafted = k if resolution is None else 0
+        int4_layers = resolution.executed - int4_before if resolution is not None else 0
+        wanted_int4 = resolution.expected(k) if resolution is not None else 0
+        verified = result.speculative_num_draft_tokens
+        if draft_passes != drafted + catch_up_passes or verified != drafted + 1 or int4_layers != wanted_int4:
             raise GearNotExecuted(
-                f"gear {k} was decided, but {draft_passes} draft passes ran ({catch_up_passes} to catch up) "
-                f"and {result.speculative_num_draft_tokens} tokens a request were verified"
+                f"gear {k if resolution is None or not k else 'R'} was decided, but {draft_passes} draft passes ran "
+                f"({catch_up_passes} to catch up), {verified} tokens a request were verified and {int4_layers} layers "
+                f"ran in INT4 instead of {wanted_int4}"
             )
         self.gate.launched(
             Cycle(
@@ -219,6 +240,7 @@ class SdsieWorker(StandaloneWorkerV2):
                 states=states,
                 gates=[state.gate for state in states],
                 numbers=HostCopy(numbers),
+                int4_layers=int4_layers,
             )
         )
         return result

@@ -137,6 +137,7 @@ def test_stats_add_up():
         "cycles": {"0": 2, "3": 2},
         "switches": 2,
         "draft_passes": 6,
+        "int4_layers": 0,
         "mean_entropy_bits": 1.0,
         "accept_length": 2.0,
         "rejected_entropies": 0,
