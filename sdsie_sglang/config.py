@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from sdsie_sglang.gears.cost_table import load_cost_table
@@ -182,6 +181,8 @@ def parse_policy(values: Any) -> PolicySettings:
 
 def load_settings_file(path: str) -> dict[str, Any]:
     """Reads a YAML or JSON settings file into flat settings. Raises ConfigError."""
+    import yaml  # here alone: evaluations that need no server run where it is not installed
+
     try:
         values = yaml.safe_load(Path(path).read_text())
     except OSError as error:
