@@ -11,6 +11,7 @@ from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cu
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.runtime_context import get_memory, get_observability, get_parallel, get_schedule
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.adaptive_runtime_state import SpecRuntimeState
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
 
@@ -98,8 +99,8 @@ class SdsieWorker(StandaloneWorkerV2):
         """Called by SGLang once pools and backends exist."""
         super().init_cuda_graphs()
         self._bundles, extend_graphs = build_gears(self, self.gate.gears, self._graphs)
-        self._in_force: Any = None
-        self._shift(max(self.gate.gears))
+        self._in_force: SpecRuntimeState | None = None
+        self._put_in_force(self._bundles[max(self.gate.gears)])
         self.drafter = self._build_drafter(extend_graphs)
         self._stub_topk = (
             torch.zeros((self.req_to_token_pool.size, 1), dtype=torch.float32, device=self.device),
@@ -187,7 +188,9 @@ class SdsieWorker(StandaloneWorkerV2):
             self._rank_check.compare(gear, [req.rid for req in batch.reqs], states)
 
     def _shift(self, k: int) -> None:
-        bundle = self._bundles[k]
+        self._put_in_force(self._bundles[k])
+
+    def _put_in_force(self, bundle: SpecRuntimeState) -> None:
         if bundle is not self._in_force:
             # SGLang's swap skips a bundle of the same steps: its own of the start, and gear R beside gear 0.
             self.speculative_num_steps = -1

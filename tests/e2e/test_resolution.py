@@ -5,10 +5,11 @@ import subprocess
 import sys
 
 import pytest
+import requests
 
 from sdsie_sglang.eval.server import Server
 from sdsie_sglang.gears import Observation, PolicySettings, build_policy
-from tests.e2e.conftest import CONSTRAINTS, CONTEXT, TOKENS, ask_all
+from tests.e2e.conftest import CONSTRAINTS, CONTEXT, TOKENS, ask_all, install_plugin
 
 SPEC = "mlp.down_proj@spread:8"
 LAYERS = 8
@@ -82,8 +83,6 @@ def test_the_clutch_switches_and_the_trace_says_what_ran(server, prompts, trace_
 
 
 def test_metrics_name_the_gear(server, prompts):
-    import requests
-
     server.set_policy(policy="fixed")
     ask_all(server, prompts[-1:])
     text = requests.get(f"{server.url}/metrics", timeout=30).text
@@ -104,3 +103,14 @@ def test_a_bad_spec_ends_in_one_line_before_weights_are_loaded(models):
     )
     assert done.returncode == 2
     assert "layer 30 of mlp.down_proj@30 is not there: the model has 0 to 29" in done.stderr.splitlines()[-1]
+
+
+def test_full_precision_that_calls_itself_gear_r_ends_the_server(models, prompts, tmp_path, request):
+    plugin = install_plugin(tmp_path, request.path.parent / "saboteur" / "sdsie_same_precision.py")
+    arguments = ["--model-path", str(models.target), "--sdsie-resolution-layers", SPEC, *CONTEXT]
+    arguments += ["--sdsie-policy", "schedule", "--sdsie-schedule", "0,1", "--skip-server-warmup"]
+    with Server.start(arguments, env={"PYTHONPATH": plugin}) as server:
+        with pytest.raises(requests.RequestException):
+            server.generate(prompts[0], max_new_tokens=24, ignore_eos=True)
+        server.process.wait(60)
+        assert "gear R was decided, but" in server.log.read_text(errors="replace")
