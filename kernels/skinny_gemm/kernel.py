@@ -116,19 +116,24 @@ def _load_first_x(
 def _multiply_all(
     held, w, w_offsets, w_row, N,  # held: from _load_first_weights
     x_next, x, x_offsets, x_row, k, M, x_stride8,  # x_next: from _load_first_x
+    late, late_ok, LATE: tl.constexpr,  # LATE pointers and masks (T, 4), loaded while the last weights arrive
     K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, W: tl.constexpr, DEPTH: tl.constexpr,
     PAIR: tl.constexpr, MASK_N: tl.constexpr, PDL: tl.constexpr, IS_BF16: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """All of K, unrolled: each warp's part of the sums, 4 R C registers a lane."""
+    """All of K, unrolled: each warp's part of the sums, 4 R C registers a lane, and then what was loaded late."""
     STEPS: tl.constexpr = (K + 32 * V * W - 1) // (32 * V * W)
     PART: tl.constexpr = K % (32 * V * W) != 0  # the last step reads less
     EACH: tl.constexpr = 2 * R * V
     totals = _zeros(R * C * 4, W * 32)
+    loaded = ()
     for s in tl.static_range(STEPS):
         x_now = x_next
         if s + 1 < STEPS:
             x_next = _load_x(x + (s + 1) * (16 * V * W), x_offsets, x_row, k + (s + 1) * (32 * V * W), M, x_stride8,
                              K, C, V, PART and s + 1 == STEPS - 1)  # fmt: skip
+        if s == STEPS - 1:
+            for i in tl.static_range(LATE):
+                loaded = loaded + (tl.load(late[i], mask=late_ok[i], other=0.0),)
         if PDL and not INTERPRET:
             tl.extra.cuda.gdc_wait()  # returns at once; ptxas moves no load across it, so those of x stay ahead
         totals = _multiply(held, s * EACH, x_now, totals, R, C, V, W, IS_BF16, INTERPRET)
@@ -136,7 +141,7 @@ def _multiply_all(
             held = held + _load_weights(w + (s + DEPTH) * (16 * V * W), w_offsets, w_row,
                                         k + (s + DEPTH) * (32 * V * W), N,
                                         K, R, V, PAIR, MASK_N, PART and s + DEPTH == STEPS - 1)  # fmt: skip
-    return totals
+    return totals + loaded
 
 
 @triton.jit(do_not_specialize=["M", "x_stride8"])
@@ -177,7 +182,7 @@ def skinny_kernel(
         tl.extra.cuda.gdc_wait()  # weights don't depend on the kernel before; everything else does
     x_next = _load_first_x(x, x_offsets, g, k_lane, M, x_stride8, K, C, V, W)
     totals = _multiply_all(held, w_at, w_offsets, row, N, x_next, x, x_offsets, g, k_lane, M, x_stride8,
-                           K, R, C, V, W, DEPTH, 0, MASK_N, PDL, IS_BF16, INTERPRET)  # fmt: skip
+                           (x,), (x,), 0, K, R, C, V, W, DEPTH, 0, MASK_N, PDL, IS_BF16, INTERPRET)  # fmt: skip
 
     # thread t takes outputs t, t + T, ... of the block's (8 C, 16 R) tile, n fastest
     Q: tl.constexpr = (4 * R * C + W - 1) // W

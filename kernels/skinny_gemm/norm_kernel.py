@@ -4,9 +4,10 @@
 
 A row's 1 / rms is one number, so it may come after the product, and then no block has to know the whole row before it
 starts. The product that makes x adds the residual to its own sixteen columns, scales them by the norm's weight, and
-writes their sum of squares (`add_norm_kernel`); the product that reads the norm loads scaled activations like any
-others, adds K / 16 sums of squares a row, and multiplies its sums by 1 / rms (`normed_kernel`). Nothing is computed
-twice, and the main loop is the plain product's.
+writes their sum of squares (`add_norm_kernel`). The product that reads the norm loads scaled activations like any
+others, adds K / 16 sums of squares a row, and multiplies its own sums by 1 / rms (`normed_kernel`); it asks for them
+behind the last weights, because earlier they would take the registers of activations. Nothing is computed twice, and
+the main loop is the plain product's.
 
 SiLU and multiply belong to the product that makes gate and up: with PAIR the tensor core's sixteen rows are eight rows
 of gate and the same eight of up, which lands both in one lane.
@@ -32,20 +33,16 @@ def _round_trip(value, dtype: tl.constexpr, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def _one_over_rms(squares, m, M, thread, eps, K: tl.constexpr, W: tl.constexpr):
-    """1 / rms of row m (T,), alike in every eight neighbouring threads, which share the row's K / 16 sums."""
+def _one_over_rms(sums, FIRST: tl.constexpr, PARTS: tl.constexpr, SHARE: tl.constexpr, eps,
+                  K: tl.constexpr, W: tl.constexpr):  # fmt: skip
+    """1 / rms of a row (T,), from sums[FIRST:FIRST + PARTS] (T, 4) of the SHARE neighbouring threads of that row."""
     T: tl.constexpr = W * 32
-    SUMS: tl.constexpr = K // 16
-    four = tl.arange(0, 4)[None, :]
-    first = (thread % 8 * 4)[:, None] + four
-    total = tl.zeros([T, 4], tl.float32)
-    for part in tl.static_range((SUMS + 31) // 32):
-        ok = (m < M)[:, None] & (first + part * 32 < SUMS)
-        total += tl.load(squares + (m * SUMS)[:, None] + first + part * 32, mask=ok, other=0.0)
+    total = sums[FIRST]
+    for part in tl.static_range(1, PARTS):
+        total += sums[FIRST + part]
     a, b, c, d = _quarters(total, T)
-    eighths = tl.reshape((a + b) + (c + d), [T // 8, 8])
-    row = tl.sum(eighths, axis=1, keep_dims=True)
-    return tl.reshape(tl.rsqrt(tl.broadcast_to(row, [T // 8, 8]) / K + eps), [T])
+    row = tl.sum(tl.reshape((a + b) + (c + d), [T // SHARE, SHARE]), axis=1, keep_dims=True)
+    return tl.reshape(tl.rsqrt(tl.broadcast_to(row, [T // SHARE, SHARE]) / K + eps), [T])
 
 
 @triton.jit(do_not_specialize=["M", "x_stride8"])
@@ -110,7 +107,7 @@ def add_norm_kernel(
         else:
             added = added + (0.0,)
     totals = _multiply_all(held, w_at, w_offsets, row, N, x_next, x, x_offsets, g, k_lane, M, x_stride8,
-                           K, R, C, V, W, DEPTH, 0, MASK_N, PDL, IS_BF16, INTERPRET)  # fmt: skip
+                           (x,), (x,), 0, K, R, C, V, W, DEPTH, 0, MASK_N, PDL, IS_BF16, INTERPRET)  # fmt: skip
     values = _sum_warps(totals, thread, sources, R * C, Q, W, INTERPRET)
     for slot in tl.static_range(Q):
         m = places[slot * 3]
@@ -166,9 +163,14 @@ def normed_kernel(
     x_next = _load_first_x(x, x_offsets, g, k_lane, M, x_stride8, K, C, V, W)
 
     Q: tl.constexpr = (WIDE * 8 * C + T - 1) // T
+    SUMS: tl.constexpr = K // 16
+    SHARE: tl.constexpr = 8 if PAIR else 16  # neighbouring threads with outputs of one row, whatever R is
+    PARTS: tl.constexpr = (SUMS + 4 * SHARE - 1) // (4 * SHARE)
     sources = ()
     ups = ()
     places = ()
+    late = ()
+    late_ok = ()
     for slot in tl.static_range(Q):
         order = (_opaque(thread, INTERPRET) + slot * T).to(tl.uint32)
         m = (order // WIDE).to(tl.int32)
@@ -181,20 +183,29 @@ def normed_kernel(
         n = col + block * WIDE
         sources = sources + (tl.where(ok, source, -1),)
         ups = ups + (tl.where(ok, source + 64, -1),)
-        places = places + (m * N + n, n, (m < M) & (n < N) & ok, _one_over_rms(squares, m, M, thread, eps, K, W))
+        places = places + (m * N + n, n, (m < M) & (n < N) & ok)
+        for part in tl.static_range(PARTS):
+            column = (thread % SHARE * 4)[:, None] + four + part * (4 * SHARE)
+            late = late + (squares + (m * SUMS)[:, None] + column,)
+            late_ok = late_ok + ((m < M)[:, None] & (column < SUMS),)
     totals = _multiply_all(held, w_at, w_offsets, row, N, x_next, x, x_offsets, g, k_lane, M, x_stride8,
-                           K, R, C, V, W, DEPTH, PAIR, MASK_N, PDL, IS_BF16, INTERPRET)  # fmt: skip
+                           late, late_ok, Q * PARTS, K, R, C, V, W, DEPTH, PAIR, MASK_N, PDL, IS_BF16,
+                           INTERPRET)  # fmt: skip
+    products = ()
+    for i in tl.static_range(4 * R * C):
+        products = products + (totals[i],)
     if PAIR:
-        values = _sum_warps(totals, thread, sources + ups, R * C, 2 * Q, W, INTERPRET)
+        values = _sum_warps(products, thread, sources + ups, R * C, 2 * Q, W, INTERPRET)
     else:
-        values = _sum_warps(totals, thread, sources, R * C, Q, W, INTERPRET)
+        values = _sum_warps(products, thread, sources, R * C, Q, W, INTERPRET)
     for slot in tl.static_range(Q):
-        inside = places[slot * 4 + 2]
-        value = values[slot] * places[slot * 4 + 3]
+        inside = places[slot * 3 + 2]
+        one_over_rms = _one_over_rms(totals, 4 * R * C + slot * PARTS, PARTS, SHARE, eps, K, W)
+        value = values[slot] * one_over_rms
         if PAIR:
             gate = _round_trip(value, OUT, INTERPRET)
-            up = _round_trip(values[Q + slot] * places[slot * 4 + 3], OUT, INTERPRET)
+            up = _round_trip(values[Q + slot] * one_over_rms, OUT, INTERPRET)
             value = gate / (1.0 + tl.exp(-gate)) * up
         if HAS_BIAS:
-            value += tl.load(bias + places[slot * 4 + 1], mask=inside, other=0.0).to(tl.float32)
-        tl.store(y + places[slot * 4], _round_to(value, OUT, INTERPRET), mask=inside)
+            value += tl.load(bias + places[slot * 3 + 1], mask=inside, other=0.0).to(tl.float32)
+        tl.store(y + places[slot * 3], _round_to(value, OUT, INTERPRET), mask=inside)

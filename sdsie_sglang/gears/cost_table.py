@@ -50,6 +50,7 @@ class Conditions(BaseModel):
         target_config, draft_config: digests of their configurations.
         hardware: the GPU's name, or the processor and its cores.
         skinny_gemm: whether this project's product of few rows may run (--sdsie-no-skinny-gemm).
+        fused_layer: whether what lies between a layer's products may run inside them (--sdsie-no-fused-layer).
         quantization, draft_quantization: None where the checkpoint says it, or there is none.
     """
 
@@ -66,6 +67,7 @@ class Conditions(BaseModel):
     quantization: str | None = None
     draft_quantization: str | None = None
     skinny_gemm: bool = True
+    fused_layer: bool = True
 
     @property
     def models(self) -> str:

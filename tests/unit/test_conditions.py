@@ -22,6 +22,7 @@ OTHERS = {
     "quantization": "fp8",
     "draft_quantization": "fp8",
     "skinny_gemm": False,
+    "fused_layer": False,
 }
 
 
