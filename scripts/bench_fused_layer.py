@@ -5,8 +5,8 @@
 
 Every figure is one CUDA graph of all layers, each with its own weights, each kernel depending on the one before:
 ``cublas`` and ``skinny`` with the norm and activation kernels SGLang calls (its sgl_kernel, or where that can't be
-imported two Triton kernels like them), ``fused`` with `norm_gemm.py`. One elementwise kernel stands for rotation and
-attention. No head.
+imported two Triton kernels like them, dependent launches too), ``fused`` with `norm_gemm.py`. One elementwise kernel
+stands for rotation and attention. No head.
 """
 
 import argparse
@@ -38,7 +38,12 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 @triton.jit
-def _add_norm_kernel(x, residual, weight, eps, K: tl.constexpr, BLOCK: tl.constexpr):  # noqa: ANN001, ANN202
+def _add_norm_kernel(  # noqa: ANN202
+    x, residual, weight, eps,  # noqa: ANN001
+    K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:  # where FlashInfer's, which sgl_kernel has, waits and lets the next one start
+        tl.extra.cuda.gdc_wait()
     at = tl.arange(0, BLOCK)
     row = tl.program_id(0) * K
     s = tl.load(x + row + at, mask=at < K, other=0).to(tl.float32)
@@ -46,24 +51,37 @@ def _add_norm_kernel(x, residual, weight, eps, K: tl.constexpr, BLOCK: tl.conste
     tl.store(residual + row + at, s, mask=at < K)
     y = s * tl.rsqrt(tl.sum(s * s) / K + eps) * tl.load(weight + at, mask=at < K, other=0).to(tl.float32)
     tl.store(x + row + at, y, mask=at < K)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def _silu_kernel(x, y, K: tl.constexpr, BLOCK: tl.constexpr):  # noqa: ANN001, ANN202
+def _silu_kernel(x, y, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # noqa: ANN001, ANN202
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row, column = at // K, at % K
     gate = tl.load(x + row * 2 * K + column).to(tl.float32)
     up = tl.load(x + row * 2 * K + K + column).to(tl.float32)
     tl.store(y + at, gate / (1 + tl.exp(-gate)) * up)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@functools.cache
+def _dependent() -> dict[str, bool]:
+    pdl = torch.cuda.get_device_capability()[0] >= 9
+    return {"PDL": pdl} | ({"launch_pdl": True} if pdl else {})
 
 
 def _triton_add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
     k = x.shape[1]
-    _add_norm_kernel[(x.shape[0],)](x, residual, weight, eps, k, triton.next_power_of_2(k))
+    block = triton.next_power_of_2(k)
+    _add_norm_kernel[(x.shape[0],)](x, residual, weight, eps, k, block, **_dependent(), num_warps=8)
 
 
 def _triton_silu(x: Tensor, y: Tensor) -> None:
-    _silu_kernel[(y.numel() // 1024,)](x, y, y.shape[1], 1024)
+    _silu_kernel[(y.numel() // 1024,)](x, y, y.shape[1], 1024, **_dependent())
 
 
 def separate_kernels() -> tuple[str, Callable[..., Any], Callable[..., Any]]:
