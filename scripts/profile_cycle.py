@@ -26,7 +26,7 @@ from sdsie_sglang.eval.server import Server
 
 CYCLES = 12
 KINDS = {
-    "gemm": r"nvjet|gemm|gemv|cutlass|splitk|int4|fragment",
+    "gemm": r"nvjet|gemm|gemv|cutlass|splitk|int4|fragment|skinny|add_norm_kernel|normed_kernel",
     "attention": r"flash|fmha|attn|attention|mha",
     "norm": r"norm",
     "rope and KV write": r"rope|rotary|set_kv|store_cache|kv_cache|copy_kv",
