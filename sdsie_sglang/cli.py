@@ -65,6 +65,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     flag("int4-exclude", "layers that keep full precision, parts of names, as layers.0.,down_proj", metavar="LIST")
     flag("int4-lm-head", "the output head in INT4 as well", action="store_true")
     flag("no-skinny-gemm", "leave a decode cycle's unquantised linear layers to SGLang (cuBLAS)", action="store_true")
+    flag("no-fused-layer", "leave norms and activations between those layers to SGLang", action="store_true")
     flag(
         "check-ranks",
         "tensor-parallel ranks compare every decision before it runs and stop the server if they disagree",
