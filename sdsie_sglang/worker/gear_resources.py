@@ -77,7 +77,8 @@ def _build_extends(worker: Any, graphs: bool) -> tuple[dict[str, Any], dict[int,
     """The narrow pass's backend for every bundle, and the graphs of both widths."""
     draft_worker, runners, narrow = worker.draft_worker, {}, {}
     for width in (WIDE_WIDTH, STEADY_WIDTH) if graphs else (STEADY_WIDTH,):
-        with _logged(worker, f"draft extend of {width}"), worker._override_worker_state(1, width):
+        with _logged(worker, f"draft extend of {width}"), worker._override_worker_state(width - 1, width):
+            draft_worker.speculative_num_steps = 1  # no graph of draft steps; put back with the rest
             draft_worker.init_attention_backend()
             draft_worker._capture_cuda_graphs()
             runners[width] = draft_worker.cuda_graph_runner_for_draft_extend
