@@ -120,7 +120,7 @@ def server_plans(
         ),
         "gears": ([*common, *drafted, "--sdsie-policy", "fixed", "--sdsie-gears", "0,5"], accept | split),
     }
-    if simulated:  # SGLang's own faster product of one row with a matrix, off by default
+    if simulated and args.gemv:  # SGLang's own faster product of one row with a matrix, off by default
         arguments, env = plans["standalone"]
         plans["standalone-gemv"] = ([*arguments, "--bf16-gemm-backend", "gemv"], env)
         plans["plain-gemv"] = ([*plans["plain"][0], "--bf16-gemm-backend", "gemv"], split)
@@ -210,12 +210,12 @@ def switching_ratio(rows: dict[str, list[dict[str, float]]]) -> dict[str, float]
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Starts the servers, runs the interleaved repeats and returns the raw record."""
+    """Starts the servers, runs the interleaved repeats and returns the raw record, kept in args.out as it grows."""
     scratch = Path(tempfile.mkdtemp(prefix="sdsie-shapes-"))
     target = args.target or write_shape(scratch / "target", "8b")
     draft = args.draft or write_shape(scratch / "draft", "1b")
     logs = Path(os.environ.get("SDSIE_LOGS", scratch))
-    more = EAGLE3 if args.demo else GEMV if args.target is None else ()
+    more = EAGLE3 if args.demo else GEMV if args.target is None and args.gemv else ()
     variants = {**VARIANTS, **{name: (name, None) for name in more}}
 
     record: dict[str, Any] = {
@@ -241,11 +241,17 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                     if repeat >= 0:
                         rows[name].append(row)
             record["rows"][str(batch)] = rows
+            keep(record, args.out)
             print(f"batch {batch}: measured", flush=True)
         if args.profile:
             record["profiles"] = profile_all(servers, args.batch)
             record["k5_floor_ms"] = weights_gb("8b", "1b") / record["copy_tb_per_s"]
     return record
+
+
+def keep(record: dict[str, Any], out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def profile_all(servers: dict[str, Server], batches: list[int]) -> dict[str, Any]:
@@ -351,6 +357,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--headline", action="store_true", help="record the figures as quoted ones")
+    parser.add_argument("--no-gemv", dest="gemv", action="store_false", help="leave out SGLang with its own GEMV")
     parser.add_argument("--profile", action="store_true", help="trace a few cycles of each variant at the end")
     parser.add_argument("--sglang", nargs=argparse.REMAINDER, default=[], help="further flags for every server")
     args = parser.parse_args()
@@ -368,8 +375,7 @@ def main() -> int:
         record = json.loads(args.out.read_text())
     else:
         record = measure(args)
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        keep(record, args.out)
     ratios = summarise(record)
     if args.headline:
         headline.update(
