@@ -20,6 +20,7 @@ from sdsie_sglang.kernels.entropy import entropy_bits
 
 END = 2
 STRETCH = 64  # attention reads the cache in steps of so many positions
+SETTINGS_AT_ONCE = 8  # whose distributions are compared with the control's
 Bools = NDArray[np.bool_]
 
 
@@ -38,13 +39,13 @@ class Gates:
         self._gates = [None if policy is None else policy.start_request() for policy in self._policies]
         self._lag = lag
         self._waits = waits
-        self._seen: list[list[float]] = []
+        self._seen: list[Tensor] = []
 
     def step(self) -> Bools:
         """[rows], for the next step."""
         last = len(self._seen) - self._lag
         if last >= 0:
-            for gate, bits in zip(self._gates, self._seen[last], strict=True):
+            for gate, bits in zip(self._gates, self._seen[last].tolist(), strict=True):
                 if gate is not None:
                     gate.observe(Observation(1, (bits,), 1))
         elif self._waits:
@@ -57,8 +58,8 @@ class Gates:
         )
 
     def saw(self, bits: Tensor) -> None:
-        """Entropies [rows] of the step that was decided last."""
-        self._seen.append(bits.tolist())
+        """Entropies [rows] of the step that was decided last; read when they are due, so that a device may run ahead."""
+        self._seen.append(bits)
 
 
 @dataclass
@@ -227,7 +228,8 @@ def force(model: Llama, prompts: Cache, answers: Tensor, lengths: Tensor, low: L
         gates.saw(entropy_bits(logits))
         q = logits.float().log_softmax(-1).unflatten(0, (settings, count))
         p, target = q[0], answers[:, step + 1]
-        kl = torch.stack([(p.exp() * (p - each)).sum(-1) for each in q])
+        share = p.exp()
+        kl = torch.cat([(share * (p - some)).sum(-1) for some in q.split(SETTINGS_AT_ONCE)])
         top1 = q.argmax(-1) == p.argmax(-1)
         nll = -q.gather(-1, target.expand(settings, count)[..., None])[..., 0]
         counts = step + 1 < lengths
