@@ -58,7 +58,7 @@ class Gates:
         )
 
     def saw(self, bits: Tensor) -> None:
-        """Entropies [rows] of the step that was decided last; read when they are due, so that a device may run ahead."""
+        """Entropies [rows] of the step that was decided last; read when due, so that a device may run ahead."""
         self._seen.append(bits)
 
 
