@@ -69,8 +69,8 @@ class ResolutionGear:
         """For the log of a server that starts."""
         return (
             f"sdsie: the Resolution Gear is on and output is NOT LOSSLESS: while the policy engages, {len(self.names)} "
-            f"linear layers ({self.spec}, {self.calibration}) multiply by 4-bit weights and nothing verifies it. "
-            "For the same text faster use --sdsie-draft self-int4 instead"
+            f"linear layers ({self.spec}, {self.calibration}) multiply by 4-bit weights, and no token is verified. "
+            "Where the text must stay the same use --sdsie-draft self-int4"
         )
 
     def running(self, k: int) -> AbstractContextManager[None]:
