@@ -11,8 +11,8 @@ import pytest
 import requests
 
 from sdsie_sglang.eval.server import Server
+from sdsie_sglang.eval.tiny_models import tiny_prompts, write_tiny_models
 from tests.e2e.conftest import install_plugin
-from tests.e2e.tiny_models import tiny_prompts, write_tiny_models
 
 PROMPTS = tiny_prompts(4)
 TOKENS = 64

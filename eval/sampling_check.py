@@ -1,0 +1,136 @@
+"""Do sampled answers have the target's distribution, whatever the gear? A chi-square test on a small vocabulary.
+
+    python -m sdsie_sglang.eval.sampling_check eval/results/sampling_cpu.json
+    python -m sdsie_sglang.eval.sampling_check OUT.json --sglang --attention-backend triton
+
+A random target of 512 tokens and a draft that agrees with it about two times in three answer at temperature 1. For
+each drawn token the target's own conditional distribution is computed; its tokens, sorted by probability, are cut
+into cells, and the cells' counts are held against the sum of their probabilities. Exit code 1 if any gear is rejected.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from scipy.stats import chisquare
+from tqdm import tqdm
+
+from sdsie_sglang.eval import headline, machine
+from sdsie_sglang.eval.server import Server
+from sdsie_sglang.eval.tiny_models import tiny_prompts, write_tiny_models
+
+CELLS = 12
+MIN_EXPECTED = 5.0
+REJECT_BELOW = 1e-3
+POLICIES: dict[str, dict[str, Any]] = {
+    "gear 0": {"policy": "plain"},
+    **{f"gear {k}": {"policy": "fixed", "k": k} for k in (1, 3, 5)},
+    "switching": {"policy": "schedule", "schedule": "5x2,0x3,3x1,0x1"},
+}
+
+
+def cells_of(probabilities: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cuts each row's tokens, most likely first, into `CELLS` of about the same probability.
+
+    Args:
+        probabilities: [n, vocabulary] float64.
+
+    Returns:
+        The cell of each token [n, vocabulary] and the mass of each cell [n, CELLS].
+    """
+    ordered, order = probabilities.sort(dim=-1, descending=True)
+    before = ordered.cumsum(-1) - ordered
+    cell = (before * CELLS).floor().clamp(0, CELLS - 1).to(torch.int64)
+    mass = torch.zeros(probabilities.shape[0], CELLS, dtype=torch.float64).scatter_add_(1, cell, ordered)
+    return torch.zeros_like(order).scatter_(1, order, cell), mass
+
+
+def count(model: Any, answers: Sequence[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Observed and expected counts [CELLS] over all drawn tokens of (prompt, answer) pairs."""
+    observed, expected = torch.zeros(CELLS, dtype=torch.float64), torch.zeros(CELLS, dtype=torch.float64)
+    for prompt, answer in answers:
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        cell, mass = cells_of(torch.softmax(logits.double(), dim=-1))
+        drawn = cell.gather(1, torch.tensor(answer).unsqueeze(1)).flatten()
+        observed += torch.bincount(drawn, minlength=CELLS)
+        expected += mass.sum(0)
+    return observed, expected
+
+
+def chi_square(observed: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
+    """Chi-square and its p-value; cells that expect fewer than `MIN_EXPECTED` draws are one cell, or none."""
+    common = expected >= MIN_EXPECTED
+    pairs = [torch.cat([counts[common], counts[~common].sum().unsqueeze(0)]).numpy() for counts in (observed, expected)]
+    if pairs[1][-1] == 0:
+        pairs = [counts[:-1] for counts in pairs]
+    test = chisquare(*pairs)
+    return float(test.statistic), float(test.pvalue)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m sdsie_sglang.eval.sampling_check",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--requests", type=int, default=200, help="of each policy")
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--at-once", type=int, default=8)
+    parser.add_argument("--sglang", nargs=argparse.REMAINDER, default=[], help="further flags for the server")
+    args = parser.parse_args()
+    if args.out.exists():
+        parser.error(f"{args.out} is there: choose another file")
+    from transformers import AutoModelForCausalLM
+
+    target, draft = write_tiny_models(Path(tempfile.mkdtemp(prefix="sdsie-tiny-")) / "models", head_dim=64)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    prompts = tiny_prompts(8)
+    arguments = [
+        "--model-path", str(target), "--speculative-draft-model-path", str(draft), "--skip-tokenizer-init",
+        "--context-length", "512", "--max-total-tokens", "16384", "--max-running-requests", str(args.at_once),
+        "--sdsie-policy", "fixed", "--sdsie-gears", "0,1,3,5", *args.sglang,
+    ]  # fmt: skip
+    record: dict[str, Any] = {
+        "machine": machine.describe(),
+        "command": headline.this_command(),
+        "date": headline.today(),
+        "cells": CELLS,
+        "policies": {},
+    }
+    with Server.start(arguments) as server, ThreadPoolExecutor(args.at_once) as pool:
+        for name, policy in POLICIES.items():
+            server.set_policy(**policy)
+
+            def draw(seed: int) -> tuple[list[int], list[int], dict[str, int]]:
+                prompt = prompts[seed % len(prompts)]
+                done = server.generate(
+                    prompt, temperature=1.0, max_new_tokens=args.tokens, ignore_eos=True, sampling_seed=seed
+                )
+                return prompt, done["output_ids"], done["meta_info"]["sdsie"]["cycles"]
+
+            drawn = list(tqdm(pool.map(draw, range(args.requests)), total=args.requests, desc=name))
+            observed, expected = count(model, [(prompt, answer) for prompt, answer, _ in drawn])
+            statistic, p_value = chi_square(observed, expected)
+            record["policies"][name] = {
+                "observed": observed.tolist(),
+                "expected": expected.tolist(),
+                "chi_square": statistic,
+                "p_value": p_value,
+                "cycles": [cycles for *_, cycles in drawn][:8],
+            }
+            print(f"{name}: chi-square {statistic:.1f} over {CELLS} cells, p = {p_value:.3f}", flush=True)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    return 1 if any(each["p_value"] < REJECT_BELOW for each in record["policies"].values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
