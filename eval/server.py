@@ -249,11 +249,13 @@ class Server:
         return response.text
 
     def replicas(self) -> list[dict[str, Any]]:
-        """What is live of this project in each data-parallel replica. Raises ServerFailed if one has nothing."""
+        """What is live of this project in each data-parallel replica, by rank. Raises ServerFailed if one has nothing.
+
+        SGLang lists them as they answer."""
         replicas = [state.get("sdsie") for state in self.info()["internal_states"]]
         if not replicas or not all(live and live.get("hooks") for live in replicas):
             raise ServerFailed("this server runs SGLang without sdsie")
-        return replicas
+        return sorted(replicas, key=lambda live: live.get("dp_rank", 0))
 
     def sdsie(self) -> dict[str, Any]:
         """What is live of this project, of the first replica. Raises ServerFailed if nothing is, or if replicas

@@ -86,7 +86,7 @@ class SdsieWorker(StandaloneWorkerV2):
             self._rank_check = RankCheck(parallel.tp_group.cpu_group)
         silence_swaps()
         conditions = conditions_of(server_args, config)
-        set_live({"conditions": conditions.model_dump()})
+        set_live({"dp_rank": parallel.dp_rank or 0, "conditions": conditions.model_dump()})
         logger.info(live_line())
         if self.resolution is not None:
             set_live({"resolution": {"layers": sorted(self.resolution.names), "calibration": config.int4.calibration}})

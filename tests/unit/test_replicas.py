@@ -28,6 +28,11 @@ def test_one_and_several(server):
     assert server(live(), live()).sdsie()["gate"]["policy"] == {"policy": "fixed"}
 
 
+def test_replicas_come_by_rank_and_not_as_they_answered(server):
+    states = [{"sdsie": {**live()["sdsie"], "dp_rank": rank}} for rank in (1, 2, 0)]
+    assert [replica["dp_rank"] for replica in server(*states).replicas()] == [0, 1, 2]
+
+
 @pytest.mark.parametrize("states", [(), ({},), (live(), {}), (live(), live(hooks=()))])
 def test_every_replica_must_be_ours(server, states):
     with pytest.raises(ServerFailed, match="without sdsie"):
