@@ -6,6 +6,7 @@ not ours must not be measured as ours, so everything is checked before anything 
 
 import importlib.metadata
 import logging
+import os
 import re
 import sys
 from pathlib import Path
