@@ -82,6 +82,9 @@ def _register() -> None:
     register_hooks(hooks)
     register_algorithm()
     register_quantization()
+    if not os.environ.get("SGLANG_CUDA_COREDUMP"):
+        # A server that lost a rank would wait a minute for core dumps that nobody has enabled.
+        os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS", "0")
     set_live(
         {
             "version": sdsie_sglang.__version__,
