@@ -26,8 +26,8 @@ from sdsie_sglang.eval.server import Server
 
 CYCLES = 12
 KINDS = {
+    "attention": r"flash::|fmha|attn|attention|mha",  # before cutlass, which FlashAttention 3 is made of
     "gemm": r"nvjet|gemm|gemv|cutlass|splitk|int4|fragment|skinny|add_norm_kernel|normed_kernel",
-    "attention": r"flash|fmha|attn|attention|mha",
     "norm": r"norm",
     "rope and KV write": r"rope|rotary|set_kv|store_cache|kv_cache|copy_kv",
     "activation": r"silu|act_and_mul",
