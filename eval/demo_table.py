@@ -224,6 +224,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m sdsie_sglang.eval.demo_table", description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
+    options.results = options.results.resolve()
+    if not (options.results / "answers.json").is_file():
+        parser.error(f"{options.results} holds no answers.json")
+    quoted = options.results == RESULTS
     set_threads()
     replayer = Replayer(compose())
     source = json.loads((options.results / "answers.json").read_text())
@@ -246,8 +250,9 @@ def main() -> None:
         served_where=", ".join(sorted({record["where"] for record in served.values()})) or "none yet",
         agreement=agreement_table(agreements),
     )
-    write_section(PAGE, section)
-    update(figures(answers, str(path.relative_to(ROOT))))
+    if quoted:  # another folder's table is printed only
+        write_section(PAGE, section)
+        update(figures(answers, str(path.relative_to(ROOT))))
     print(section)
 
 

@@ -11,8 +11,11 @@ def main() -> int:
     """Print one line per checkpoint, `name<TAB>folder`; exit code 2 and a line on stderr if one fails."""
     parser = argparse.ArgumentParser(prog="python -m sdsie_sglang.demo", description=__doc__)
     parser.add_argument("--out", type=Path, help=f"folder to write to (default: {cache_dir() / 'demo'})")
+    out = parser.parse_args().out
+    if out == Path():
+        parser.error("--out needs a folder of its own, not the current one")
     try:
-        made = compose(parser.parse_args().out)
+        made = compose(out)
     except (DemoError, OSError) as error:
         print(f"sdsie demo: {error}", file=sys.stderr)
         return 2

@@ -62,7 +62,15 @@ def compose(out: Path | None = None, weights: Path = WEIGHTS) -> DemoCheckpoints
 
 def _manifest(weights: Path) -> dict[str, Any]:
     path = weights / "manifest.json"
-    return json.loads(path.read_text()) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    try:
+        manifest = json.loads(path.read_text())
+    except ValueError:
+        raise DemoError(f"{path} is damaged: it is not JSON") from None
+    if not isinstance(manifest, dict):
+        raise DemoError(f"{path} is damaged: it is not a JSON object")
+    return manifest
 
 
 def _checked_shards(weights: Path, files: dict[str, str]) -> list[Path]:
@@ -131,10 +139,13 @@ def _copy_chat_files(target: Path, folder: Path) -> None:
 def _ensure(folder: Path, sources: dict[str, str], write: Callable[[Path], None]) -> Path:
     """`folder`, made by `write` from `sources`: reused if its stamp and all hashes agree, else made anew.
 
-    A new folder appears by one rename, so that an interrupted run leaves nothing half made.
+    A new folder appears by one rename, so that an interrupted run leaves nothing half made. Raises DemoError rather
+    than replace a folder that this function did not make.
     """
     if _is_current(folder, sources):
         return folder
+    if folder.exists() and not (folder / _STAMP).is_file() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise DemoError(f"{folder} is there and is not the demo's: choose another --out")
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         new = Path(scratch) / folder.name
         new.mkdir()
@@ -155,5 +166,5 @@ def _is_current(folder: Path, sources: dict[str, str]) -> bool:
         stamp = json.loads((folder / _STAMP).read_text())
         same = stamp["format"] == FORMAT and stamp["sources"] == sources
         return same and all(sha256_of(folder / name) == digest for name, digest in stamp["files"].items())
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False

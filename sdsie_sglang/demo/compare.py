@@ -205,7 +205,7 @@ def main() -> int:
         parser.error("--target and --draft go together")
     try:
         return run(args)
-    except (DemoError, ServerFailed) as error:
+    except (DemoError, ServerFailed, OSError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 2
 

@@ -127,3 +127,27 @@ def test_names():
 def test_rotary_pairs_become_halves():
     rows = np.arange(8)[:, None] * np.ones((1, 3))  # two heads of four rows
     assert rotary_halves(rows, head_dim=4)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
+def test_a_folder_of_somebody_else_is_never_replaced(tmp_path, tiny_target, weights):
+    (tmp_path / "out" / "draft").mkdir(parents=True)
+    thesis = tmp_path / "out" / "draft" / "thesis.txt"
+    thesis.write_text("years of work")
+    with pytest.raises(DemoError, match="is not the demo's"):
+        compose(tmp_path / "out", weights)
+    assert thesis.read_text() == "years of work"
+
+
+@pytest.mark.parametrize("stamp", ["[]", "{", '{"files": 3, "format": 1, "sources": {}}'])
+def test_a_damaged_stamp_means_made_anew(tmp_path, tiny_target, weights, stamp):
+    made = compose(tmp_path / "out", weights)
+    (made.target / "sdsie-demo.json").write_text(stamp)
+    compose(tmp_path / "out", weights)
+    assert len(tiny_target) == 2
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_damaged_manifest_is_named(tmp_path, tiny_target, weights, text):
+    (weights / "manifest.json").write_text(text)
+    with pytest.raises(DemoError, match=r"manifest\.json is damaged"):
+        compose(tmp_path / "out", weights)
