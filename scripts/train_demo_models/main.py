@@ -70,12 +70,15 @@ def draft(options: argparse.Namespace) -> None:
     texts = _texts(options, features.corpus)
     plan = _plan(options)
     target_ms = step_milliseconds(target)
-    trials = {}
+    kept = options.run / "draft-trials.json"  # a candidate is judged once: when resumed, it may have trained further
+    trials = json.loads(kept.read_text()) if kept.is_file() else {}
     trainers = {}
     for layers in options.candidates:
         student = DraftStudent(Llama.from_checkpoint(options.target, layers).to(options.device))
         name = f"draft{len(layers)}"
         trainers[name] = Trainer(student, features, plan, options.run, name)
+        if name in trials:
+            continue
         trainers[name].train(options.trial_seconds)
         lengths = _draft_lengths(student.model, texts)
         fresh = Llama.from_checkpoint(options.target, layers).to(options.device, torch.bfloat16)
@@ -88,6 +91,7 @@ def draft(options: argparse.Namespace) -> None:
             "tokens_per_ms_k5": lengths["held out"]["all"]["5"] / cycle_ms,
             "accept_lengths": lengths,
         }
+        kept.write_text(json.dumps(trials, indent=1) + "\n")
         print(json.dumps({name: trials[name]}), flush=True)
     chosen = _choose(trials, options.least)
     print("chosen", chosen, flush=True)

@@ -17,7 +17,7 @@ CATEGORIES = tuple(OPENINGS)
 WEIGHTS = dict.fromkeys(CATEGORIES, 1.0) | {"coding": 2.2, "math": 1.2, "reference": 1.2}
 USER_TEMPERATURES = (0.6, 0.8, 0.8, 1.0)
 ANSWER_TEMPERATURES = (0.0, 0.0, 0.0, 0.5, 0.5, 0.7, 0.7, 0.7, 0.8, 0.8)
-"""Three in ten are answered greedily; about a fifth of those loop and are dropped later."""
+"""Three in ten are answered greedily; many of those loop and are dropped later (training.json counts what is left)."""
 
 
 @dataclass(frozen=True)

@@ -185,7 +185,9 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "progress": vars(self.progress),
         }
-        torch.save(state, self._state_file)
+        new = self._state_file.with_suffix(".new")
+        torch.save(state, new)
+        new.replace(self._state_file)  # at once: a kill while it is written leaves the state before
         save_shards(self.student.model.named_weights(), self.run, self.name)
         (self.run / f"{self.name}.curve.json").write_text(json.dumps(vars(self.progress)))
 
