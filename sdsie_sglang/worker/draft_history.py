@@ -32,6 +32,17 @@ def ragged_positions(lengths: list[int], ends: torch.Tensor) -> tuple[torch.Tens
     return row, position, after - 1
 
 
+def passes_of(width: int, missed: int, shortest: int, most: int) -> int:
+    """How many passes that rewrite each request's last `width` tokens make up for `missed`; 0 if they cannot.
+
+    Args:
+        shortest: tokens of the shortest request, which must be as long as what is rewritten.
+        most: passes beyond which another way is cheaper.
+    """
+    passes = -(-missed // width)
+    return passes if passes <= most and passes * width <= shortest else 0
+
+
 class DraftHistory:
     """Args:
     req_to_token: SGLang's [request slots, context] table of KV slots.

@@ -22,7 +22,7 @@ from sglang.srt.speculative.eagle_worker_common import (
 )
 from sglang.srt.speculative.spec_utils import draft_tp_context
 
-from sdsie_sglang.worker.draft_history import DraftHistory, ragged_positions
+from sdsie_sglang.worker.draft_history import DraftHistory, passes_of, ragged_positions
 from sdsie_sglang.worker.draft_passes import DraftPassCounter
 from sdsie_sglang.worker.request_state import RequestState
 from sdsie_sglang.worker.sync_check import syncs_are_allowed
@@ -123,14 +123,11 @@ class Drafter:
         return self._extend_even(batch, STEADY_WIDTH, *self.history.open_window(batch, pending, STEADY_WIDTH, k))
 
     def _wide_passes(self, batch: Any, missed: int, shortest: int) -> int:
-        """How many captured wide passes make up for `missed` tokens; 0 if they cannot.
-
-        They rewrite the last tokens of every request, so the shortest one must be as long.
-        """
-        passes = -(-missed // WIDE_WIDTH)
+        """How many captured wide passes make up for `missed` tokens; 0 if they cannot."""
         graph = self._extend_graphs.get(WIDE_WIDTH)
-        can = graph is not None and batch.seq_lens.shape[0] <= graph.max_bs
-        return passes if can and passes <= MAX_WIDE_PASSES and passes * WIDE_WIDTH <= shortest else 0
+        if graph is None or batch.seq_lens.shape[0] > graph.max_bs:
+            return 0
+        return passes_of(WIDE_WIDTH, missed, shortest, MAX_WIDE_PASSES)
 
     def _catch_up_wide(self, batch: Any, pending: torch.Tensor, k: int, passes: int) -> torch.Tensor:
         """Fixed widths need no lengths on the host, so that nothing waits for the device."""

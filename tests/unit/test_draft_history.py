@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sdsie_sglang.gears import PolicySettings, build_policy
-from sdsie_sglang.worker.draft_history import DraftHistory, ragged_positions
+from sdsie_sglang.worker.draft_history import DraftHistory, passes_of, ragged_positions
 from sdsie_sglang.worker.request_state import RequestState
 
 CONTEXT = 32
@@ -89,3 +89,13 @@ def test_without_a_radix_cache_nothing_is_recorded():
     history.prefilled(extend_batch(table, 0, list(range(6)), 0, 6), [state])
     history.mark(table[0, :6].to(torch.int64), valid=False)
     assert state.missed == 7
+
+
+@given(st.integers(1, 200), st.integers(1, 200))
+def test_wide_passes_cover_what_was_missed_and_never_more_than_there_is(missed, shortest):
+    passes = passes_of(16, missed, shortest, most=4)
+    if passes:
+        assert (passes - 1) * 16 < missed <= passes * 16 <= shortest
+        assert passes <= 4
+    else:
+        assert missed > 64 or -(-missed // 16) * 16 > shortest
