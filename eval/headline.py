@@ -7,9 +7,13 @@ import datetime
 import json
 import shlex
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from sdsie_sglang.eval.machine import where as where_of
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADLINE = ROOT / "eval" / "results" / "headline.json"
@@ -51,6 +55,33 @@ def this_command() -> str:
 
 def today() -> str:
     return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
+def quote(
+    record: Mapping[str, Any], path: Path, figures: Mapping[str, Mapping[str, float]], note: Callable[[str], str]
+) -> None:
+    """Puts a benchmark's ratios into the file.
+
+    Args:
+        record: its raw record: machine, command and date are taken from it.
+        figures: value, low and high of each name.
+        note: what to say of the figure of that name.
+    """
+    update(
+        [
+            Figure(
+                name=name,
+                **figure,
+                unit="1",
+                where=where_of(record["machine"]),
+                record=str(path),
+                command=record["command"],
+                date=record["date"],
+                note=note(name),
+            )
+            for name, figure in figures.items()
+        ]
+    )
 
 
 def update(figures: list[Figure], path: Path = HEADLINE) -> None:

@@ -373,26 +373,14 @@ def main() -> int:
 
     if args.out.exists():
         record = json.loads(args.out.read_text())
+        if missing := [batch for batch in args.batch if str(batch) not in record["rows"]]:
+            print(f"{args.out} holds nothing of batch {', '.join(map(str, missing))}", file=sys.stderr)
     else:
         record = measure(args)
         keep(record, args.out)
     ratios = summarise(record)
     if args.headline:
-        headline.update(
-            [
-                headline.Figure(
-                    name=name,
-                    **figure,
-                    unit="1",
-                    where=machine.where(record["machine"]),
-                    record=str(args.out),
-                    command=record["command"],
-                    date=record["date"],
-                    note=note(name, figure["value"]),
-                )
-                for name, figure in ratios.items()
-            ]
-        )
+        headline.quote(record, args.out, ratios, lambda name: note(name, ratios[name]["value"]))
     return 0
 
 

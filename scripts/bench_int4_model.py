@@ -208,21 +208,7 @@ def main() -> int:
         args.out.write_text(json.dumps(record, indent=1) + "\n")
     ratios = summarise(record)
     if args.headline:
-        headline.update(
-            [
-                headline.Figure(
-                    name=name,
-                    **figure,
-                    unit="1",
-                    where=machine.where(record["machine"]),
-                    record=str(args.out),
-                    command=record["command"],
-                    date=record["date"],
-                    note=note(name, record),
-                )
-                for name, figure in ratios.items()
-            ]
-        )
+        headline.quote(record, args.out, ratios, lambda name: note(name, record))
     return 0
 
 

@@ -187,20 +187,7 @@ def main() -> int:
         args.out.write_text(json.dumps(record, indent=1) + "\n")
     figure = summarise(record)[FIGURE]
     if args.headline:
-        headline.update(
-            [
-                headline.Figure(
-                    name=FIGURE,
-                    **figure,
-                    unit="1",
-                    where=machine.where(record["machine"]),
-                    record=str(args.out),
-                    command=record["command"],
-                    date=record["date"],
-                    note=note(record, figure["value"]),
-                )
-            ]
-        )
+        headline.quote(record, args.out, {FIGURE: figure}, lambda _: note(record, figure["value"]))
     return 0
 
 
