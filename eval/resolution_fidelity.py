@@ -2,6 +2,7 @@
 
     python -m sdsie_sglang.eval.resolution_fidelity             # eval/results/resolution: minutes on one GPU
     python -m sdsie_sglang.eval.resolution_fidelity --quick     # some settings, short answers: minutes on a CPU
+    python -m sdsie_sglang.eval.resolution_fidelity --summarise # page and picture from the files that are there
 
 Needs no SGLang and no tokenizer: prompts are taken as token ids from eval/results/demo/answers.json. One file a
 calibration; those that are there are not measured again. Against the same model in the same batch, without INT4:
@@ -17,12 +18,10 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 from tqdm import tqdm
 
@@ -30,7 +29,6 @@ from sdsie_sglang.demo import compose
 from sdsie_sglang.demo.llama import Llama
 from sdsie_sglang.eval import machine
 from sdsie_sglang.eval.headline import ROOT, this_command, today
-from sdsie_sglang.eval.intervals import Estimate, estimate
 from sdsie_sglang.eval.resolution_decode import (
     END,
     Gates,
@@ -42,90 +40,24 @@ from sdsie_sglang.eval.resolution_decode import (
     padded,
     read,
 )
+from sdsie_sglang.eval.resolution_record import ORIGINAL, REFERENCE, Part, Row, Setting
+from sdsie_sglang.eval.resolution_report import page
 from sdsie_sglang.gears import PRESETS, PolicySettings
 from sdsie_sglang.int4.calibration import calibrate
-from sdsie_sglang.int4.resolution import PLACES, pick
+from sdsie_sglang.int4.resolution import PLACES
 from sdsie_sglang.int4.settings import CALIBRATIONS
 
 PROG = "python -m sdsie_sglang.eval.resolution_fidelity"
 RESULTS = ROOT / "eval" / "results" / "resolution"
 ANSWERS = ROOT / "eval" / "results" / "demo" / "answers.json"
 WARMUP_IDS = ROOT / "eval" / "data" / "warmup_ids.json"
-REFERENCE = "reference"
 COUNTS = (1, 2, 4, 8)
 GATES: dict[str, PolicySettings] = {
     "always": PolicySettings(policy="fixed"),
     **{name: PolicySettings.model_validate({"policy": "entropy", "preset": name}) for name in PRESETS},
 }
-ORIGINAL = {"calibration": "channel", "gate": "class", "place": "first"}
-ORIGINAL_MATCH = {1: (1.0, 0.356, 1.0), 2: (0.072, 0.096, 0.076), 4: (0.028, 0.08, 0.104), 32: (0.036, 0.024, 0.092)}
-"""What it published for poem, physics and code by gated layers of an 8B model's 32."""
-# A setting is called safe while, over prompts, the interval's worse end keeps to both.
-SAFE_KL_NATS = 0.01
-SAFE_TOP1 = 0.98
-KEPT_MATCH = 0.5  # a mean token match below this is called collapsed
 SAMPLES = 512  # rows of a layer's inputs for calibration by text, as int4/activations.py
 OWN_TOKENS = 128
-
-
-class Setting(BaseModel):
-    """What is gated, by whom: `layers` of a model; place `all` for the whole of it."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    place: str
-    count: int
-    gate: str
-
-    def layers(self, total: int) -> tuple[int, ...]:
-        return pick("first" if self.place == "all" else self.place, self.count, total)
-
-
-class Row(BaseModel):
-    """One setting; each list has one value a prompt.
-
-    Args:
-        match: share of equal tokens at equal places.
-        first: index of the first different token; -1: none.
-        int4_share: of decode steps.
-        kl_nats, top1, nll: means over the control's answer; None where it was not read.
-    """
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-    setting: Setting
-    match: list[float]
-    first: list[int]
-    int4_share: list[float]
-    kl_nats: list[float] | None = None
-    top1: list[float] | None = None
-    nll: list[float] | None = None
-
-
-class Part(BaseModel):
-    """All settings of one calibration.
-
-    Args:
-        digest: of everything that a measurement depends on; another one is measured again.
-        control_nll: of each prompt's own answer.
-    """
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-    digest: str
-    calibration: str
-    recomputing: bool
-    prompts: list[str]
-    new_tokens: int
-    layers: int
-    lag: int
-    dtype: str
-    control_nll: list[float] | None
-    rows: list[Row]
-    wall_s: float
-    machine: dict[str, Any]
-    command: str
-    date: str
 
 
 def settings_of(counts: Sequence[int], total: int, gates: Sequence[str], places: Sequence[str]) -> list[Setting]:
@@ -299,6 +231,17 @@ class Study:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
+def there_already(options: argparse.Namespace) -> list[Part]:
+    """The files of `options.out`, as they are. Raises SystemExit where there is none."""
+    names = [*options.calibrations, *(["original"] if options.original else [])]
+    paths = [path for name in names if (path := options.out / f"{name}.json").exists()]
+    parts = [Part.model_validate_json(path.read_text()) for path in paths]
+    if all(part.recomputing for part in parts):
+        print(f"{PROG}: error: {options.out} holds no calibration's record to summarise", file=sys.stderr)
+        raise SystemExit(2)
+    return parts
+
+
 def run(options: argparse.Namespace) -> list[Part]:
     """Measures what is not there yet; one file a calibration, and one for the original's way."""
     study = Study(options)
@@ -320,188 +263,6 @@ def run(options: argparse.Namespace) -> list[Part]:
     return parts
 
 
-# -- what the record says ------------------------------------------------------------------------
-
-
-def mean(values: Sequence[float]) -> Estimate:
-    """Mean over prompts with its interval."""
-    data = np.array(values, dtype=np.float64)
-    return estimate(lambda p, r: data[p].mean(-1), len(data), 1, seed=0)
-
-
-def perplexity(nll: Sequence[float]) -> Estimate:
-    """exp of the mean over prompts."""
-    data = np.array(nll, dtype=np.float64)
-    return estimate(lambda p, r: np.exp(data[p].mean(-1)), len(data), 1, seed=0)
-
-
-class Figures(BaseModel):
-    """One setting's figures over the prompts. `reference` is the match of poem, physics and code."""
-
-    setting: Setting
-    match: Estimate
-    reference: list[float]
-    identical: float
-    first: float | None
-    int4_share: float
-    kl_nats: Estimate | None
-    top1: Estimate | None
-    perplexity: Estimate | None
-
-    @property
-    def is_safe(self) -> bool:
-        """By what each token's distribution says, at the worse end of the interval."""
-        if self.kl_nats is None or self.top1 is None:
-            return False
-        return upper(self.kl_nats) <= SAFE_KL_NATS and lower(self.top1) >= SAFE_TOP1
-
-
-def upper(found: Estimate) -> float:
-    return found.value if found.high is None else found.high
-
-
-def lower(found: Estimate) -> float:
-    return found.value if found.low is None else found.low
-
-
-def figures(part: Part) -> list[Figures]:
-    found = []
-    for row in part.rows:
-        parted = [first for first in row.first if first >= 0]
-        found.append(
-            Figures(
-                setting=row.setting,
-                match=mean(row.match),
-                reference=[m for m, name in zip(row.match, part.prompts, strict=True) if name.startswith(REFERENCE)],
-                identical=1 - len(parted) / len(row.first),
-                first=float(np.median(parted)) if parted else None,
-                int4_share=float(np.mean(row.int4_share)),
-                kl_nats=None if row.kl_nats is None else mean(row.kl_nats),
-                top1=None if row.top1 is None else mean(row.top1),
-                perplexity=None if row.nll is None else perplexity(row.nll),
-            )
-        )
-    return found
-
-
-Summary = dict[str, list[Figures]]
-
-
-def line_of(found: Sequence[Figures], gate: str, place: str) -> list[Figures]:
-    """One gate's settings by count; all layers belong to every place."""
-    chosen = [f for f in found if f.setting.gate == gate and f.setting.place in (place, "all")]
-    return sorted(chosen, key=lambda f: f.setting.count)
-
-
-def safe_layers(found: Sequence[Figures], gate: str) -> int:
-    """The largest count up to which every count is safe at every place; 0: none."""
-    safe = 0
-    for count in sorted({f.setting.count for f in found}):
-        if not all(f.is_safe for f in found if f.setting.gate == gate and f.setting.count == count):
-            break
-        safe = count
-    return safe
-
-
-def answer(summary: Summary, original: Sequence[Figures] | None, layers: int) -> str:
-    """The sentences that answer the open question, from the figures alone."""
-    gate = "always" if any(f.setting.gate == "always" for found in summary.values() for f in found) else None
-    gate = gate or next(iter(summary.values()))[0].setting.gate
-    safe = {name: safe_layers(found, gate) for name, found in summary.items()}
-    parts = []
-    if original:
-        line = line_of(original, ORIGINAL["gate"], ORIGINAL["place"])
-        said = ", ".join(f"{100 * f.match.value:.0f} % at {f.setting.count}" for f in line)
-        lost = next((f.setting.count for f in line if f.match.value < KEPT_MATCH), None)
-        where = f"falls below half at {lost} gated layers" if lost else "never falls below half"
-        way = "channel min-max, class gate, first layers, no cache"
-        parts.append(f"In the original's own way ({way}) token match is {said}: it {where}.")
-    if ORIGINAL["calibration"] in summary:
-        at = next(f for f in summary[ORIGINAL["calibration"]] if f.setting.place == "all" and f.setting.gate == gate)
-        if at.kl_nats and at.top1 and at.match.value < KEPT_MATCH:
-            parts.append(
-                f"With channel min-max in all {layers} layers (gate {gate}) token match is "
-                f"{100 * at.match.value:.0f} %, yet token by token KL is {at.kl_nats.value:.4f} nats and the same "
-                f"token is named {100 * at.top1.value:.1f} % of the time: match counts what follows a different "
-                "token as lost."
-            )
-    best = max(safe.values())
-    named = ", ".join(f"{name} {count}" for name, count in safe.items())
-    base = safe.get(ORIGINAL["calibration"])
-    widened = (
-        "finer calibration widens the safe range"
-        if base is not None and best > base
-        else "no calibration tried widens the safe range"
-    )
-    parts.append(
-        f"Safe (KL at most {SAFE_KL_NATS} nats and top-1 at least {100 * SAFE_TOP1:.0f} % at the worse end of the 95 % "
-        f"interval, at every place, gate {gate}) are this many of {layers} layers: {named}. So "
-        + (f"{widened}, from {base} to {best} layers." if base is not None and best > base else f"{widened}.")
-    )
-    return " ".join(parts)
-
-
-def shown(found: Estimate | None, digits: int, scale: float = 1.0) -> str:
-    if found is None:
-        return "–"
-    text = f"{scale * found.value:.{digits}f}"
-    if found.low is None or found.high is None:
-        return text
-    return f"{text} ({scale * found.low:.{digits}f} to {scale * found.high:.{digits}f})"
-
-
-def table(found: Sequence[Figures]) -> str:
-    head = ["gate", "layers", "match, %", "poem / physics / code", "identical", "first different", "INT4 steps"]
-    head += ["KL, nats", "same top token, %", "perplexity"]
-    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    for f in found:
-        cells = [
-            f"`{f.setting.gate}`",
-            f"{f.setting.count}, {f.setting.place}" if f.setting.place != "all" else f"all {f.setting.count}",
-            shown(f.match, 1, 100),
-            " / ".join(f"{100 * match:.1f}" for match in f.reference),
-            f"{100 * f.identical:.0f} %",
-            "–" if f.first is None else f"{f.first:.0f}",
-            f"{100 * f.int4_share:.0f} %",
-            shown(f.kl_nats, 4),
-            shown(f.top1, 1, 100),
-            shown(f.perplexity, 3),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def page(parts: Sequence[Part]) -> tuple[str, Summary, list[Figures] | None]:
-    """The page, and the figures on it."""
-    summary = {part.calibration: figures(part) for part in parts if not part.recomputing}
-    original = next((figures(part) for part in parts if part.recomputing), None)
-    some = parts[0]
-    control = next((part.control_nll for part in parts if part.control_nll), None)
-    text = [
-        f"# The Resolution Gear's fidelity: SmolLM2-135M, {some.layers} layers, `mlp.down_proj`",
-        f"Written by `{some.command}` on {some.date}, {machine.where(some.machine)}, {some.dtype}, greedy, up to "
-        f"{some.new_tokens} tokens, {len(some.prompts)} prompts, decisions {some.lag} cycles late as in the server; "
-        "raw figures beside this page. In parentheses 95 % intervals over prompts."
-        + (f" Perplexity of the control's own answers: {perplexity(control).value:.3f}." if control else ""),
-        answer(summary, original, some.layers),
-        "![fidelity against layers](fidelity.png)",
-    ]
-    for name, found in summary.items():
-        text += [f"## `{name}`", table(found)]
-    if original is not None:
-        published = "; ".join(
-            f"{n}: {' / '.join(f'{100 * m:.1f}' for m in match)}" for n, match in ORIGINAL_MATCH.items()
-        )
-        text += [
-            "## The original's own way",
-            "Channel min-max, no cache (a gear changes how all the text before is read), decisions one token late, "
-            "beginning in full precision. It published, for an 8B model's 32 layers, poem / physics / code: "
-            f"{published}.",
-            table(original),
-        ]
-    return "\n\n".join(text) + "\n", summary, original
-
-
 def parser() -> argparse.ArgumentParser:
     cuda = torch.cuda.is_available()
     made = argparse.ArgumentParser(prog=PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -516,6 +277,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--no-original", dest="original", action="store_false", help="leave the original's way out")
     made.add_argument("--device", default="cuda" if cuda else "cpu")
     made.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16" if cuda else "float32")
+    made.add_argument("--summarise", action="store_true", help="measure nothing: page and picture of what is there")
     made.add_argument("--out", type=Path, default=RESULTS)
     return made
 
@@ -542,7 +304,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 setattr(options, name, value)
     if options.tokens < 2 or options.lag < 1 or min(options.counts) < 1:
         made.error("--tokens must be at least 2, --lag and --counts at least 1")
-    parts = run(options)
+    parts = there_already(options) if options.summarise else run(options)
     text, summary, original = page(parts)
     (options.out / "fidelity.md").write_text(text)
     from sdsie_sglang.eval.resolution_figure import draw

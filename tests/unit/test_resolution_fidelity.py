@@ -12,7 +12,16 @@ from sdsie_sglang.demo.llama import Llama
 from sdsie_sglang.eval import resolution_fidelity as study
 from sdsie_sglang.eval.intervals import Estimate
 from sdsie_sglang.eval.resolution_decode import Gates, Low, force, generate, generate_recomputing, padded, read
-from sdsie_sglang.eval.resolution_fidelity import Figures, Part, Setting, answer, compare, cut, safe_layers, settings_of
+from sdsie_sglang.eval.resolution_fidelity import compare, cut, settings_of
+from sdsie_sglang.eval.resolution_record import Part, Row, Setting
+from sdsie_sglang.eval.resolution_report import (
+    Figures,
+    answer,
+    layers_within,
+    open_question,
+    relative_kl,
+    safe_layers,
+)
 from sdsie_sglang.gears import PolicySettings
 
 PROMPTS = [[5, 9, 11], [7, 3, 2, 8, 4]]
@@ -155,11 +164,56 @@ def test_the_sentence_follows_the_figures():
     coarse = [setting_figures(1, "first", 0.001), setting_figures(30, "all", 0.4, match=0.1)]
     fine = [setting_figures(1, "first", 0.001), setting_figures(30, "all", 0.002)]
     original = [setting_figures(1, "first", 0.1, 0.8, "class"), setting_figures(2, "first", 0.1, 0.3, "class")]
-    said = answer({"channel": coarse, "g32": fine}, original, 30)
-    assert "80 % at 1, 30 % at 2: it falls below half at 2 gated layers" in said
-    assert "token match is 10 %, yet token by token KL is 0.2000 nats" in said
-    assert "finer calibration widens the safe range, from 1 to 30 layers" in said
-    assert "no calibration tried widens the safe range." in answer({"channel": coarse, "g32": coarse}, None, 30)
+    said = answer({"channel": coarse, "g64": coarse, "g32": fine, "awq": fine}, original, 30)
+    assert "80 % at 1, 30 % at 2 gated layers" in said
+    assert "The largest step here is 50 points, from 1 to 2 layers." in said
+    assert "match is 10 %, yet KL is 0.2000 (0.0000 to 0.4000) nats" in said
+    assert "under gate `always` from 1 of 30 layers with channel to 30 with g32 and awq, 1 with g64." in said
+    no = "No calibration tried widens the safe range: `always`, where at most 1 of 30 layers are safe"
+    assert no in answer({"channel": coarse, "g32": coarse}, None, 30)
+    worse = [setting_figures(1, "first", 0.5), setting_figures(30, "all", 0.6)]
+    assert "where none is safe with any calibration." in answer({"channel": worse, "g32": worse}, None, 30)
+
+
+def test_each_gate_is_judged_by_itself():
+    def under(gate, kl):
+        return [setting_figures(1, "first", kl, gate=gate), setting_figures(30, "all", 0.5, gate=gate)]
+
+    summary = {
+        "channel": under("always", 0.5) + under("tuned", 0.5),
+        "g32": under("always", 0.5) + under("tuned", 0.001),
+    }
+    said = open_question(summary, 30)
+    assert "under gate `tuned` from 0 of 30 layers with channel to 1 with g32" in said
+    assert "it does not under gate `always`, where none is safe" in said
+
+
+def row(count, kl, place="first"):
+    return Row(
+        setting=Setting(place=place, count=count, gate="always"),
+        match=[1.0] * len(kl),
+        first=[-1] * len(kl),
+        int4_share=[1.0] * len(kl),
+        kl_nats=kl,
+    )
+
+
+def test_layers_within_a_limit_are_read_between_the_counts():
+    rows = [row(2, [0.005, 0.003]), row(8, [0.03, 0.05]), row(30, [0.5, 0.5], "all")]
+    found = layers_within(rows, 0.0126491)  # KL of 0.004 and 0.04: half way in logarithms
+    assert found.value == pytest.approx(4.0, rel=1e-4)
+    assert found.low <= found.value <= found.high
+    assert found.low < found.high
+    assert layers_within(rows, 0.001).value == 0.0
+    assert layers_within(rows, 1.0).value == 30.0
+    falling = [row(1, [0.02, 0.02]), row(2, [0.005, 0.005])]
+    assert layers_within(falling, 0.01).value == 0.0, "nothing is within where one layer is not"
+
+
+def test_relative_kl_is_paired_by_prompt():
+    under = row(1, [0.1, 0.01, 0.2])
+    found = relative_kl(row(1, [0.05, 0.005, 0.1]), under)
+    assert (found.value, found.low, found.high) == pytest.approx((0.5, 0.5, 0.5))
 
 
 def test_a_part_that_is_there_is_not_measured_again(tmp_path, monkeypatch):
@@ -176,7 +230,7 @@ def test_a_part_that_is_there_is_not_measured_again(tmp_path, monkeypatch):
 
         def part(self, calibration, settings, *, recomputing):
             measured.append(calibration)
-            rows = [study.Row(setting=s, match=[1.0], first=[-1], int4_share=[1.0]) for s in settings]
+            rows = [Row(setting=s, match=[1.0], first=[-1], int4_share=[1.0]) for s in settings]
             return Part(
                 digest=self.digest(calibration, settings, recomputing), calibration=calibration, prompts=self.ids,
                 recomputing=recomputing, new_tokens=2, layers=30, lag=2, dtype="float32", control_nll=[0.1], rows=rows,
@@ -189,8 +243,22 @@ def test_a_part_that_is_there_is_not_measured_again(tmp_path, monkeypatch):
         measured.clear()
         assert study.main([*arguments, tokens]) == 0
         assert measured == more
-    assert (tmp_path / "fidelity.md").read_text().startswith("# The Resolution Gear's fidelity")
+    measured.clear()
+    monkeypatch.setattr(study, "Study", None)
+    (tmp_path / "fidelity.md").unlink()
+    assert study.main(["--out", str(tmp_path), "--summarise"]) == 0
+    assert measured == []
+    page = (tmp_path / "fidelity.md").read_text()
+    assert page.startswith("# The Resolution Gear's fidelity")
+    assert page.count("<details>") == 2
     assert (tmp_path / "fidelity.png").stat().st_size > 1000
+
+
+def test_nothing_to_summarise_is_one_line(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        study.main(["--out", str(tmp_path), "--summarise"])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.strip().splitlines()[-1].endswith("holds no calibration's record to summarise")
 
 
 def test_it_needs_neither_sglang_nor_a_tokenizer():
