@@ -199,11 +199,11 @@ def row(count, kl, place="first"):
 
 
 def test_layers_within_a_limit_are_read_between_the_counts():
-    rows = [row(2, [0.005, 0.003]), row(8, [0.03, 0.05]), row(30, [0.5, 0.5], "all")]
+    rows = [row(2, [0.006, 0.002]), row(8, [0.06, 0.02]), row(30, [0.5, 0.5], "all")]
     found = layers_within(rows, 0.0126491)  # KL of 0.004 and 0.04: half way in logarithms
     assert found.value == pytest.approx(4.0, rel=1e-4)
-    assert found.low <= found.value <= found.high
-    assert found.low < found.high
+    assert found.low < 3.5
+    assert found.high > 4.5
     assert layers_within(rows, 0.001).value == 0.0
     assert layers_within(rows, 1.0).value == 30.0
     falling = [row(1, [0.02, 0.02]), row(2, [0.005, 0.005])]
