@@ -16,6 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -169,18 +170,30 @@ def note(record: dict[str, Any], value: float) -> str:
     )
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--calibration", default="g128")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--energy-s", type=float, default=1.5 * MIN_WINDOW_S, help="window of each variant")
+    parser.add_argument(
+        "--energy-s",
+        type=float,
+        default=1.5 * MIN_WINDOW_S,
+        help=f"window of each variant, {MIN_WINDOW_S:.0f} at least",
+    )
     parser.add_argument("--headline", action="store_true", help="record the figure as a quoted one")
     parser.add_argument("--sglang", nargs=argparse.REMAINDER, default=[], help="further flags for every server")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.out.exists():
         record = json.loads(args.out.read_text())
+    elif args.energy_s < MIN_WINDOW_S:
+        print(
+            f"{parser.prog}: error: --energy-s {args.energy_s:g} is less than the {MIN_WINDOW_S:.0f} s that energy is "
+            "reported over",
+            file=sys.stderr,
+        )
+        return 2
     else:
         record = measure(args)
         args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -15,8 +15,16 @@ from sdsie_sglang.gears.settings import SAVES, PolicySettings
 GEARS = (0, 1, 2, 3, 5, 7)
 """Measured and prepared unless --sdsie-gears names others: each costs start-up time and memory on a GPU."""
 FALLBACK_K = 5
+SELF_FALLBACK_K = 2
+"""For the self-draft, whose passes cost half a target's and more: K = 5 was slower than plain where K = 2 was faster
+(eval/results/int4/model_h200.json)."""
 DEFAULT_DRAFT: str | None = None
-"""--sdsie-draft where no draft model is named; None: one must be named."""
+"""--sdsie-draft where no draft model is named; None: one must be named.
+
+Not self-int4, which would be lossless and at best a fifth faster there (the same record): a start that names nothing
+would take a quarter more memory for weights, start a second server to measure costs on first, capture a graph a
+gear, and without a GPU hold the weights twice for nothing. And the cost gate, on which it would rest that this is
+never slower than plain, has not been seen choosing for a self-draft on a GPU."""
 DRAFT_FLAGS = ("--speculative-draft-model-path", "--speculative-draft-model")
 OF_THE_COST_GATE = frozenset({"cost_table", "objective", "explore", "seed"})
 
@@ -78,7 +86,7 @@ def choose(settings: Mapping[str, Any], args: Any, conditions: Conditions, argum
     except NotMeasured as error:
         if settings.get("policy") == "cost":
             raise ConfigError(f"policy cost has no cost table ({error}): give one with --sdsie-cost-table") from None
-        return _fallback(settings, gears, str(error))
+        return _fallback(settings, gears, str(error), SELF_FALLBACK_K if wanted.drafts_itself else FALLBACK_K)
     config = parse_config({**settings, "policy": "cost", "cost_table": str(path)})
     say(_sentence(config.policy, load_cost_table(path), path, fresh=fresh))
     return config
@@ -112,10 +120,10 @@ def _gpu() -> Gpu:
         raise ConfigError(f"--sdsie-objective energy: {error}") from None
 
 
-def _fallback(settings: Mapping[str, Any], gears: Sequence[int], why: str) -> SdsieConfig:
-    """Fixed K = 5, or the widest prepared gear below, or what there is."""
+def _fallback(settings: Mapping[str, Any], gears: Sequence[int], why: str, widest: int) -> SdsieConfig:
+    """Fixed K of the widest prepared gear up to `widest`, or what there is."""
     drafting = sorted(gear for gear in gears if gear)
-    k = max((gear for gear in drafting if gear <= FALLBACK_K), default=drafting[0] if drafting else 0)
+    k = max((gear for gear in drafting if gear <= widest), default=drafting[0] if drafting else 0)
     kept = {name: value for name, value in settings.items() if name not in OF_THE_COST_GATE}
     if k == 0:
         say(f"plain decoding: no cost table ({why})")

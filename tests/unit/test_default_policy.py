@@ -131,6 +131,13 @@ def test_the_fallback_keeps_to_the_gears_that_were_named(measured, gears, policy
     assert config.gears == tuple(int(g) for g in gears.split(","))
 
 
+@pytest.mark.parametrize(("gears", "k"), [(None, 2), ("0,1,5", 1), ("0,5", 5)])
+def test_a_self_draft_falls_back_to_a_narrower_gear(measured, capsys, gears, k):
+    config = decide(draft="self-int4", no_calibrate=True, **({"gears": gears} if gears else {}))
+    assert (config.policy.policy, config.policy.k) == ("fixed", k)
+    assert f"fixed K = {k}" in capsys.readouterr().err
+
+
 def test_energy_needs_a_gpu_that_tells_it(measured, monkeypatch):
     def no_gpu():
         raise NoEnergy("GPU 0 gives no energy")

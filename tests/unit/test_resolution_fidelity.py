@@ -205,7 +205,7 @@ def test_layers_within_a_limit_are_read_between_the_counts():
     assert found.low < 3.5
     assert found.high > 4.5
     assert layers_within(rows, 0.001).value == 0.0
-    assert layers_within(rows, 1.0).value == 30.0
+    assert layers_within(rows, 1.0).value == pytest.approx(30.0)
     falling = [row(1, [0.02, 0.02]), row(2, [0.005, 0.005])]
     assert layers_within(falling, 0.01).value == 0.0, "nothing is within where one layer is not"
 
