@@ -14,6 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from sdsie_sglang.demo import DemoCheckpoints, DemoError, compose
+from sdsie_sglang.eval import headline
 from sdsie_sglang.eval.chat import chat_ids
 from sdsie_sglang.eval.machine import describe, where
 from sdsie_sglang.eval.prompts import timed_prompts
@@ -36,9 +37,9 @@ class Method:
     topk: int = 1
     shifted: bool = False
 
-    def arguments(self, models: DemoCheckpoints) -> list[str]:
+    def arguments(self, models: DemoCheckpoints, dtype: str = "float32") -> list[str]:
         """The server's arguments."""
-        arguments = ["--model-path", str(models.target), "--disable-radix-cache", "--dtype", "float32"]
+        arguments = ["--model-path", str(models.target), "--disable-radix-cache", "--dtype", dtype]
         arguments += ["--context-length", "2048", "--max-total-tokens", "8192"]
         if self.model is None:
             return [*arguments, "--sdsie-off"]
@@ -69,11 +70,13 @@ METHODS = {
 """`draft-k…` is this project's fixed gear; `standalone-k…` is SGLang as shipped with the same draft."""
 
 
-def serve(name: str, new_tokens: int, limit: int | None) -> dict[str, Any]:
+def serve(
+    name: str, models: DemoCheckpoints, new_tokens: int, limit: int | None = None, dtype: str = "float32"
+) -> dict[str, Any]:
     """Answers of one method to the first `limit` timed prompts (all by default)."""
-    method, models = METHODS[name], compose()
+    method = METHODS[name]
     answers = []
-    with Server.start(method.arguments(models)) as server:
+    with Server.start(method.arguments(models, dtype)) as server:
         for prompt in tqdm(timed_prompts()[:limit], desc=name):
             ids = chat_ids(str(models.target), prompt.text)
             done = server.generate(ids, max_new_tokens=new_tokens)
@@ -90,12 +93,22 @@ def serve(name: str, new_tokens: int, limit: int | None) -> dict[str, Any]:
     return {
         "method": name,
         **asdict(method),
-        "dtype": "float32",
+        "dtype": dtype,
         "new_tokens": new_tokens,
+        "command": headline.this_command(),
+        "date": headline.today(),
         "where": where(),
         "machine": describe(),
         "answers": answers,
     }
+
+
+def write(record: dict[str, Any], folder: Path) -> Path:
+    """Writes a method's record into a folder of such records."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"served-{record['method']}.json"
+    path.write_text(json.dumps(record) + "\n")
+    return path
 
 
 def main() -> None:
@@ -106,12 +119,8 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="serve only the first prompts")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
     for name in options.methods:
-        record = serve(name, options.new_tokens, options.limit)
-        path = options.out / f"served-{name}.json"
-        path.write_text(json.dumps(record) + "\n")
-        print(path)
+        print(write(serve(name, compose(), options.new_tokens, options.limit), options.out))
 
 
 if __name__ == "__main__":

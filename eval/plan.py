@@ -107,15 +107,17 @@ class Assumptions(_Strict):
 
     Args:
         start_s: one server's start on an idle machine. start_cpu_s: its processor seconds; `cores` share them.
+        first_start_s: by method, what its first start on a machine takes beyond that, to compile.
         server_gib: GPU memory of a waiting server.
         answer_tokens: mean length of an answer.
         tok_per_s: of plain decoding, all requests together, by concurrency (the nearest below counts).
         fastest: the quickest method over plain: its energy window is the shortest.
-        stop_s: until a stopped server has left the GPU.
+        stop_s: between two servers: the end of one, and what the next one's warm-up takes beyond its readings.
     """
 
     start_s: float = Field(default=60.0, ge=0)
     start_cpu_s: float = Field(default=45.0, ge=0)
+    first_start_s: dict[str, float] = {}
     cores: int = Field(default=16, ge=1)
     server_gib: float = Field(default=3.0, ge=0)
     answer_tokens: float = Field(default=200.0, gt=0)
@@ -140,7 +142,7 @@ class Config(_Strict):
         parts: names of methods, by part; the baseline brackets each and needs no mention (where it has one, it
             is measured between the brackets like any method: an A/A test).
         start_ahead: servers that are started side by side before the first of them is measured (all of one
-            repetition at most). While one is measured the others wait idle, and none starts.
+            repetition at most). While one is measured the others wait, paused, and none starts.
         per_category: prompts of each category, None for all three.
         tokens: length of an answer at most. ignore_eos: go on past the natural end (flatters drafting).
         idle_s: idle power is read for so long before the opening baseline warms up. prefill_s: one-token

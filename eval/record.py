@@ -88,7 +88,9 @@ class Record(BaseModel):
         run: names the invocation that measured it: brackets of another invocation are another session.
         command: the server's command line; home and scratch folders shortened. server_info: what it said of itself.
         live: this project's hooks and policy, as the server showed them; None for SGLang as shipped.
-        before: GPU memory (GiB) and processes before the server was started.
+        paused_s: how long it was stopped (SIGSTOP) while others were measured; None in records of when those that
+            waited were idle instead.
+        before: GPU memory (GiB) and processes of others before the server was warmed up, and our servers that wait.
         warm_up_settled: None where there is no GPU.
         notes: what a reader must know of the checkpoints (checkpoints_check).
         trace: one object a decode cycle, if the configuration asked for it.
@@ -108,6 +110,7 @@ class Record(BaseModel):
     server_info: dict[str, Any]
     live: dict[str, Any] | None
     startup_s: float
+    paused_s: float | None = None
     before: dict[str, float] | None
     idle: Stretch | None
     warm_up: list[WarmUpReading]

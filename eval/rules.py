@@ -21,7 +21,7 @@ from sdsie_sglang.eval.energy import (
     mean_temperature_c,
     window_energy_j,
 )
-from sdsie_sglang.eval.methods import METHODS
+from sdsie_sglang.eval.methods import METHODS, PLAIN
 from sdsie_sglang.eval.plan import WarmUp
 from sdsie_sglang.eval.record import Record, WarmUpReading
 
@@ -177,6 +177,26 @@ def other_tenants(record: Record) -> list[Flag]:
     return flags
 
 
+def waiting_servers(records: Sequence[Record]) -> list[Flag]:
+    """Plain is the faster, the fewer of our own servers wait beside it (three of different numbers at least)."""
+    plain = [r for r in records if r.datapoint.method == PLAIN.name and r.before is not None and r.phases]
+    seen = sorted(((r.before or {}).get("waiting", 0.0), _phase_tok_per_s(r), r.paused_s is None) for r in plain)
+    speeds = [speed for _, speed, _ in seen]
+    if len({waiting for waiting, *_ in seen}) < 3 or speeds != sorted(speeds, reverse=True):
+        return []
+    if speeds[0] <= (1 + MAX_DRIFT) * speeds[-1]:
+        return []
+    each = ", ".join(f"{speed:.0f} tok/s beside {waiting:.0f}" for waiting, speed, _ in reversed(seen))
+    idle = ", idle and not paused" if any(idle for *_, idle in seen) else ""
+    return [_flag("waiting_servers", plain[-1], f"plain is faster beside fewer servers that wait{idle}: {each}")]
+
+
+def _phase_tok_per_s(record: Record) -> float:
+    """Of the first phase, all requests together."""
+    first = record.phases[0]
+    return sum(request.tokens for request in record.of_phase(0)) / (first.end_s - first.start_s)
+
+
 def short_pool(seconds: float) -> str | None:
     """All windows of a label together are too short for energy."""
     if seconds >= MIN_WINDOW_S:
@@ -321,7 +341,8 @@ def record_flags(record: Record) -> list[Flag]:
 
 def group_flags(records: Sequence[Record]) -> list[Flag]:
     """All rules that hold the records of one part and repetition against each other."""
-    return [*unequal_warm_up(records), *unequal_inputs(records), *split_brackets(records)]
+    rules = (unequal_warm_up, unequal_inputs, split_brackets, waiting_servers)
+    return [flag for rule in rules for flag in rule(records)]
 
 
 def gauge_of(readings: Readings) -> Any:

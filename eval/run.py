@@ -6,7 +6,7 @@
 
 CONFIG is a preset (smoke, short, full, batch) or a YAML file. An interrupted run goes on where it stopped; records
 are never overwritten. A failed request or a wrong server ends the run with exit code 1. Where the configuration
-says so (`start_ahead`), servers start side by side, and then wait idle until it is their turn.
+says so (`start_ahead`), servers start side by side, and then wait, paused, until it is their turn.
 """
 
 import argparse
@@ -50,7 +50,7 @@ from sdsie_sglang.eval.tenants import Tenants
 
 RESULTS = headline.ROOT / "eval" / "results" / "ruler"
 EVERY_SERVER = ["--disable-radix-cache", "--sleep-on-idle"]
-"""A scheduler without requests would poll all the time: one core for each server that waits."""
+"""A scheduler without requests would poll all the time: one core for each server until it is paused."""
 SETTLE_S = 0.3
 """Between stretches, so that an edge of the energy counter lies on each side of each."""
 
@@ -174,7 +174,8 @@ def open_gpu(config: Config) -> Gpu | None:
 def measure_window(
     config: Config, window: Sequence[Datapoint], models: Models, gpu: Gpu | None, this_run: str, folder: Path, bar: Any
 ) -> list[str]:
-    """Starts all servers of a window, then measures and ends one after another; which did not start, and why.
+    """Starts all servers of a window, then measures and ends one after another, the rest being paused; which did not
+    start, and why.
 
     Raises ServerFailed or RequestFailed; then what was measured so far has its records.
     """
@@ -188,11 +189,12 @@ def measure_window(
         for point, arguments in zip(window, commands, strict=True)
     ]
     with Fleet(starts, config.env) as fleet:
+        chat_ids(models.target, warmup_prompts()[0].text)  # loads the tokenizer while the servers start
         servers = fleet.ready(lambda up: bar.set_description(f"starting {len(window)} servers, {up} are up"))
         if tenants is not None:
             tenants.started(len(servers), fleet.process_ids())
-        for number, server in servers.items():
-            point = window[number]
+        for number in servers:
+            point, server = window[number], fleet.take_turn(number)
             bar.set_description(f"{point.part} {point.repetition} {point.method}")
             before = None
             if tenants is not None:
@@ -296,6 +298,7 @@ def measure(
         server_info=_plain_values(info),
         live=live,
         startup_s=server.startup_s,
+        paused_s=server.paused_s,
         before=before,
         idle=idle,
         warm_up=warm_readings,

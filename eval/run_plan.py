@@ -16,6 +16,16 @@ def start_s(servers: int, assume: Assumptions) -> float:
     return assume.start_s + servers * assume.start_cpu_s / assume.cores
 
 
+def starts_s(started: Sequence[Sequence[Datapoint]], assume: Assumptions) -> float:
+    """Of servers that start window by window: a method's first start is the one that compiles."""
+    total_s, known = 0.0, set[str]()
+    for window in started:
+        new = {point.method for point in window} - known
+        total_s += start_s(len(window), assume) + max((assume.first_start_s.get(m, 0.0) for m in new), default=0.0)
+        known |= new
+    return total_s
+
+
 def phase_s(config: Config, part: str, phase: int, speed_up: float = 1.0) -> float:
     """Of one timed phase."""
     concurrency = config.phases_of(part)[phase].concurrency
@@ -45,16 +55,17 @@ def plan_text(config: Config, points: Sequence[Datapoint], folder: Path) -> str:
         its = [p for p in todo if p.part == part]
         requests = sum(len(asks(config, part, phase, 0)) for phase in range(len(config.phases_of(part))))
         tokens = requests * min(config.tokens, assume.answer_tokens)
-        starts = [len(window) for window in windows(config, its)]
-        starting_s = sum(start_s(n, assume) for n in starts)
+        started = windows(config, its)
+        side_by_side = max(map(len, started), default=0)
+        starting_s = starts_s(started, assume)
         idle_s = sum(p.role == "open" for p in its) * (config.idle_s if config.gpu is not None else 0.0)
         part_s = starting_s + idle_s + len(its) * server_s(config, part)
         total_s += part_s
         lines.append(
             f"part {part}: {len(its)} servers to do, each with {requests} requests of about "
             f"{tokens / requests:.0f} tokens ({len(its) * tokens:.0f} in all); about {part_s:.0f} s: "
-            f"{starting_s:.0f} s of starts, {max(starts, default=0)} side by side at most (about "
-            f"{max(starts, default=0) * assume.server_gib:.0f} GiB), and {server_s(config, part):.1f} s a server"
+            f"{starting_s:.0f} s of starts, {side_by_side} side by side at most (about "
+            f"{side_by_side * assume.server_gib:.0f} GiB), and {server_s(config, part):.1f} s a server"
         )
         for number, phase in enumerate(config.phases_of(part)):
             lines.append(f"  {_window_text(config, part, number, phase.concurrency)}")
@@ -76,7 +87,8 @@ def _window_text(config: Config, part: str, number: int, concurrency: int) -> st
 
 def _assumed(assume: Assumptions) -> str:
     speeds = ", ".join(f"{speed:.0f} tok/s at {c}" for c, speed in sorted(assume.tok_per_s.items()))
+    first = "".join(f" ({s:.0f} s more for the first {m})" for m, s in assume.first_start_s.items())
     return (
-        f"a start takes {assume.start_s:.0f} s and {assume.start_cpu_s:.0f} s of {assume.cores} cores, plain makes "
-        f"{speeds}, the fastest {assume.fastest:.2g} times that, answers have {assume.answer_tokens:.0f} tokens"
+        f"a start takes {assume.start_s:.0f} s and {assume.start_cpu_s:.0f} s of {assume.cores} cores{first}, plain "
+        f"makes {speeds}, the fastest {assume.fastest:.2g} times that, answers have {assume.answer_tokens:.0f} tokens"
     )

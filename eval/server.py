@@ -23,6 +23,7 @@ from typing import Any, Self
 import psutil
 import requests
 
+from sdsie_sglang.eval import paused
 from sdsie_sglang.patches.internal_state import encode_update
 
 START_TIMEOUT_S = 600.0
@@ -74,6 +75,7 @@ class Server:
         process: its process group is its own, so that all of it can be ended.
         log: everything that it prints.
         startup_s: from its launch until it was healthy.
+        paused_s: how long it was paused so far.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path, startup_s: float) -> None:
@@ -81,6 +83,8 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
         self.startup_s = startup_s
+        self.paused_s = 0.0
+        self._paused_at: float | None = None
         self._launched = time.monotonic()
 
     @classmethod
@@ -160,8 +164,24 @@ class Server:
     ) -> None:
         self.stop()
 
+    def pause(self) -> None:
+        """Stops all its processes where they are: they keep their memory and take no time, on the host either.
+
+        An idle server is meant. It may be ended as ever, and does not outlive the calling program (paused.py)."""
+        if self._paused_at is None:
+            self._paused_at = time.monotonic()
+            paused.stop(self.process.pid)
+
+    def resume(self) -> None:
+        """Lets a paused server go on."""
+        if self._paused_at is not None:
+            paused.go_on(self.process.pid)
+            self.paused_s += time.monotonic() - self._paused_at
+            self._paused_at = None
+
     def stop(self) -> None:
         """Ends the server and every process it started."""
+        self.resume()  # a stopped process does not hear of SIGTERM
         self._signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(STOP_TIMEOUT_S)
@@ -177,6 +197,7 @@ class Server:
         end = time.monotonic() + GONE_TIMEOUT_S
         while self.process_ids() and time.monotonic() < end:
             time.sleep(0.05)
+        self.resume()  # nothing is left: the account is closed
 
     def process_ids(self) -> set[int]:
         """Of its group, zombies left out."""
@@ -192,16 +213,15 @@ class Server:
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
+        paused.signal_group(self.process.pid, number)
 
     def log_tail(self, lines: int = 25) -> str:
         text = self.log.read_bytes().decode(errors="replace").strip()
         return "\n".join(text.splitlines()[-lines:])
 
-    def _is_healthy(self) -> bool:
+    def _is_healthy(self, timeout_s: float = 5.0) -> bool:
         try:
-            return requests.get(f"{self.url}/health", timeout=5).status_code == 200
+            return requests.get(f"{self.url}/health", timeout=timeout_s).status_code == 200
         except requests.RequestException:
             return False
 

@@ -5,9 +5,9 @@
 Without models it writes configurations of the 8B and the 1B Llama shape, loads random weights and
 simulates acceptance (SGLANG_SIMULATE_ACC_LEN): timing only, no text. With --demo it answers the 27 evaluation
 prompts with the demo's models, and adds EAGLE-3 with the demo's head, as a chain and as a tree. All
-servers run side by side on the GPU, one of them busy at a time, and the repeats are interleaved. Each
-figure is a ratio of medians with the range of the ratios over repeats. With --tp every server is split over
-N GPUs, and figures are named for it (gear0_over_plain_tp2_bs1). If OUT.json is there it is only summarised.
+servers are on the GPU side by side, one of them runs at a time (the others are paused), and the repeats are
+interleaved. Each figure is a ratio of medians with the range of the ratios over repeats. With --tp every server is
+split over N GPUs, and figures are named for it (gear0_over_plain_tp2_bs1). If OUT.json is there it is only summarised.
 """
 
 import argparse
@@ -20,13 +20,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from sdsie_sglang.demo import compose
 from sdsie_sglang.eval import headline, machine
 from sdsie_sglang.eval.chat import chat_ids
+from sdsie_sglang.eval.fleet import Fleet, Start, Turns
 from sdsie_sglang.eval.methods import METHODS, Models
 from sdsie_sglang.eval.prompts import timed_prompts
 from sdsie_sglang.eval.server import Server
@@ -142,22 +143,21 @@ VARIANTS: dict[str, tuple[str, dict[str, Any] | None]] = {
 
 
 @contextmanager
-def start_all(plans: Mapping[str, Sequence[Any]], logs: Path) -> Iterator[dict[str, Server]]:
-    """Starts the planned servers side by side; stops them at the end.
+def start_all(plans: Mapping[str, Sequence[Any]], logs: Path) -> Iterator[Mapping[str, Server]]:
+    """Starts the planned servers side by side; ends them at the end. Only the one asked for last runs, the others are
+    paused.
 
     Args:
         plans: arguments, environment and, if it is not ours, the launcher's module.
     """
-    with ExitStack() as running, ThreadPoolExecutor(len(plans)) as pool:
-
-        def start(name: str) -> Server:
-            arguments, env, *module = plans[name]
-            launcher = {"module": module[0]} if module else {}
-            return running.enter_context(Server.start(arguments, env=env, log=logs / f"{name}.log", **launcher))
-
-        servers = dict(zip(plans, list(pool.map(start, plans)), strict=True))
-        print(*(f"{name}: up in {server.startup_s:.0f} s" for name, server in servers.items()), sep="\n", flush=True)
-        yield servers
+    starts = [
+        Start(name, tuple(arguments), True, env, module[0] if module else None, logs / f"{name}.log")
+        for name, (arguments, env, *module) in plans.items()
+    ]
+    with Fleet(starts) as fleet:
+        ready = fleet.ready()
+        print(*(f"{starts[n].name}: up in {s.startup_s:.0f} s" for n, s in ready.items()), sep="\n", flush=True)
+        yield Turns(fleet)
 
 
 def run_once(
@@ -254,7 +254,7 @@ def keep(record: dict[str, Any], out: Path) -> None:
     out.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def profile_all(servers: dict[str, Server], batches: list[int]) -> dict[str, Any]:
+def profile_all(servers: Mapping[str, Server], batches: list[int]) -> dict[str, Any]:
     """A trace of each variant, by SGLang's own torch profiler; see profile_cycle.py, which prints them."""
     from profile_cycle import summarise, trace
 

@@ -16,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ def put_in_force(server: Server, policy: dict[str, Any] | None) -> None:
         server.set_policy(**policy)
 
 
-def energies(servers: dict[str, Server], prompts: list[list[int]], args: argparse.Namespace) -> dict[str, Any]:
+def energies(servers: Mapping[str, Server], prompts: list[list[int]], args: argparse.Namespace) -> dict[str, Any]:
     """J a token of each variant over a window of its own; empty, with the reason, where it cannot be read."""
     found: dict[str, Any] = {}
     try:

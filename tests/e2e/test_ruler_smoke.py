@@ -1,4 +1,4 @@
-"""The `smoke` preset from servers to the HTML report, as CI runs it."""
+"""The `smoke` preset from servers to the HTML report, as CI runs it; two servers side by side, the second paused."""
 
 import json
 
@@ -11,7 +11,7 @@ from sdsie_sglang.eval.record import read_all
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     out = tmp_path_factory.mktemp("ruler") / "smoke"
-    assert run.main(["smoke", "--out", str(out)]) == 0
+    assert run.main(["smoke", "--start-ahead", "2", "--out", str(out)]) == 0
     assert report.main([str(out)]) == 0
     return out
 
@@ -24,6 +24,12 @@ def test_every_server_was_the_one_it_should_be(folder):
     assert gated.live["hooks"]
     assert gated.live["gate"]["policy"]["preset"] == "tuned"
     assert gated.live["gate"]["gate_failures"] == 0
+
+
+def test_the_one_that_waited_was_paused(folder):
+    opened, gated, _ = read_all(folder)
+    assert gated.paused_s > opened.requests[-1].end_s - opened.requests[0].start_s
+    assert opened.paused_s < gated.paused_s
 
 
 def test_answers_are_identical_and_traced(folder):

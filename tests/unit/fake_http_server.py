@@ -1,6 +1,7 @@
 """Stands for a server in tests of its life: `python -m tests.unit.fake_http_server --port N [--fail | --hang]`.
 
-Healthy at once, never with --hang; exits with an error with --fail. Has a child process, as SGLang's server has.
+Healthy at once, never with --hang; exits with an error with --fail. Has two child processes, as SGLang's has: one
+that is killed when its parent dies, and one that only ends by itself, at the end of its input.
 """
 
 import argparse
@@ -32,6 +33,8 @@ CHILD = "import ctypes, time; ctypes.CDLL(None).prctl(1, 9); print('ready', flus
 if args.fail:
     sys.exit("cannot load the model")
 subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE).stdout.readline()
+# As the resource tracker of Python's multiprocessing.
+tracker = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
 if args.hang:
     time.sleep(600)
 HTTPServer((args.host, args.port), Health).serve_forever()

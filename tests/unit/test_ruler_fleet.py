@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from sdsie_sglang.eval.fleet import Fleet, Start
+from sdsie_sglang.eval.fleet import Fleet, Start, Turns
 from sdsie_sglang.eval.server import FIXED_PORTS, Server, ServerFailed, fixed_ports
 
 MODULE = "tests.unit.fake_http_server"
@@ -45,7 +45,7 @@ def test_all_are_up_together_and_each_ends_alone():
         assert all(server.startup_s > 0 for server in up.values())
         assert len({server.url for server in up.values()}) == 3
         pids = servers.process_ids()
-        assert len(pids) >= 6  # each has a child
+        assert len(pids) >= 9  # each has two children
         mine = up[1].process_ids()
         servers.end(1)
         assert not alive(mine)
@@ -87,11 +87,15 @@ def test_one_that_takes_too_long_has_failed():
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ServerFailed, RuntimeError])
-def test_nothing_is_left_after_an_interrupt_or_an_error(error):
+@pytest.mark.parametrize("ready", [False, True])
+def test_nothing_is_left_after_an_interrupt_or_an_error(error, ready):
     pids = set()
 
     def fail():
-        with fleet(Start("a", ()), Start("b", ("--hang",))) as it:
+        with fleet(Start("a", ()), Start("b", () if ready else ("--hang",))) as it:
+            if ready:
+                it.ready()
+                it.take_turn(1)
             wait_for(lambda: len(it.process_ids()) >= 4)
             pids.update(it.process_ids())
             raise error
@@ -118,17 +122,78 @@ def test_a_launch_that_fails_half_way_leaves_nothing(monkeypatch):
     assert not launched[0].process_ids()
 
 
+def stopped(pids: set[int]) -> set[int]:
+    return {pid for pid in pids if psutil.Process(pid).status() == psutil.STATUS_STOPPED}
+
+
+def test_those_that_wait_are_stopped_and_only_one_runs():
+    with fleet(Start("a", ()), Start("b", ()), Start("c", ())) as servers:
+        up = servers.ready()
+        everyone = servers.process_ids()
+        assert wait_for(lambda: stopped(everyone) == everyone)
+        assert not up[1]._is_healthy(timeout_s=0.3)
+        assert servers.take_turn(1) is up[1]
+        mine = up[1].process_ids()
+        assert wait_for(lambda: stopped(everyone) == everyone - mine)
+        assert up[1].is_up()
+        assert up[1].paused_s > 0
+        assert up[0].paused_s == 0
+        servers.take_turn(2)
+        assert wait_for(lambda: stopped(everyone) == everyone - up[2].process_ids())
+        assert up[2].is_up()
+
+
+def test_servers_take_turns_by_name():
+    starts = Start("a", (), log=None), Start("bad", ("--fail",)), Start("c", ())
+    with fleet(*starts) as servers:
+        up = servers.ready()
+        turns = Turns(servers)
+        assert list(turns) == ["a", "c"]
+        assert turns["c"] is up[2]
+        assert wait_for(lambda: stopped(servers.process_ids()) == up[0].process_ids())
+
+
+def test_a_paused_server_hears_that_it_is_to_stop():
+    server = Server.start([], module=MODULE)
+    pids = server.process_ids()
+    server.pause()
+    assert wait_for(lambda: stopped(pids) == pids)
+    server.stop()
+    assert server.process.returncode == -signal.SIGTERM
+    assert not alive(pids)
+
+
+def test_pausing_and_resuming_may_be_repeated_and_come_too_late():
+    server = Server.start([], module=MODULE)
+    try:
+        server.pause()
+        server.pause()
+        server.resume()
+        assert wait_for(lambda: not stopped(server.process_ids()))
+        server.kill()
+        server.pause()
+        server.resume()
+    finally:
+        server.kill()
+    assert not server.process_ids()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="uses prctl")
-def test_servers_die_even_if_the_ruler_is_killed():
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_servers_die_however_the_ruler_ends(number):
+    """Even those that are stopped, and their helpers."""
     program = (
-        "from sdsie_sglang.eval.fleet import Fleet, Start; import time\n"
-        f"with Fleet([Start('a', ()), Start('b', ())], module={MODULE!r}) as fleet:\n"
-        "    fleet.ready(); print(*fleet.process_ids(), flush=True); time.sleep(600)\n"
+        "from sdsie_sglang.eval.fleet import Fleet, Start; from sdsie_sglang.eval.run import ends_on_signals\n"
+        "import time\n"
+        f"with ends_on_signals(), Fleet([Start('a', ()), Start('b', ())], module={MODULE!r}) as fleet:\n"
+        "    fleet.ready(); fleet.take_turn(0); print(*fleet.process_ids(), flush=True); time.sleep(600)\n"
     )
-    ruler = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    ruler = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     pids = {int(pid) for pid in ruler.stdout.readline().split()}
-    assert len(pids) >= 4
-    os.kill(ruler.pid, signal.SIGKILL)
+    assert len(pids) >= 6
+    os.kill(ruler.pid, number)
     ruler.wait()
     ruler.stdout.close()
     assert wait_for(lambda: not alive(pids))

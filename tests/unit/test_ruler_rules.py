@@ -143,6 +143,25 @@ def test_other_tenants_beside_our_waiting_servers():
     assert fired(rules.other_tenants(record)) == ["other_tenants"]
 
 
+def waited(tok_per_s: float, waiting: int, paused_s: float | None = None, method: str = "plain"):
+    before = {"processes": 0.0, "memory_gib": 0.0, "waiting": float(waiting)}
+    return fake_record("method", method, tok_per_s=tok_per_s, before=before, paused_s=paused_s)
+
+
+def test_servers_that_wait_cost_the_one_that_is_measured():
+    slowed = [waited(432, 11), waited(300, 6, method="draft-k5"), waited(595, 3), waited(647, 0)]
+    flags = rules.waiting_servers(slowed)
+    assert fired(flags) == ["waiting_servers"]
+    assert "432 tok/s beside 11, 595 tok/s beside 3, 647 tok/s beside 0" in flags[0].text
+    assert "idle and not paused" in flags[0].text
+    assert "waiting_servers" in fired(rules.group_flags(slowed))
+    assert "idle" not in rules.waiting_servers([waited(432, 11, 9.0), waited(595, 3, 9.0), waited(647, 0, 9.0)])[0].text
+    assert not rules.waiting_servers([waited(595, 11), waited(432, 3), waited(647, 0)])  # not in order
+    assert not rules.waiting_servers([waited(640, 11), waited(645, 3), waited(647, 0)])  # within what drifts
+    assert not rules.waiting_servers([waited(432, 11), waited(647, 0)])  # two tell nothing
+    assert not rules.waiting_servers([fake_record(method="plain") for _ in range(3)])  # no GPU, nobody counted
+
+
 def test_counter_and_power_apart():
     record = fake_record(gpu=FakeGpu())
     assert not rules.energy_rules(record)

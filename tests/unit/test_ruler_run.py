@@ -40,7 +40,7 @@ class FakeStart:
         self.interrupt_at: tuple[str, int] | None = None
         self.lie = False
 
-    def __call__(self, arguments, *, env, port, die_with_parent, module):
+    def __call__(self, arguments, *, env, port, die_with_parent, module, log):
         self.started.append(arguments[:-2])
         assert arguments[-2] == "--nccl-port"
         number = len(self.started)
@@ -50,7 +50,8 @@ class FakeStart:
         server.is_up = lambda timeout_s=0.0: self.is_up(server, arguments, number)
         server.process_ids = lambda: {number}
         server.log_tail = lambda: "log"
-        for name in ("kill", "stop", "signal_kill"):
+        server.paused_s = 0.0
+        for name in ("kill", "stop", "signal_kill", "pause", "resume"):
             setattr(server, name, partial(self.note, name, number))
         stream = server.stream
 
@@ -234,6 +235,19 @@ def test_no_start_goes_on_while_anything_is_measured(start, ahead_path, tmp_path
         begun = [n for w, n in start.events[min(at["ask"]) : max(at["ask"])] if w == "launch"]
         assert begun == []
     assert start.alive() == set()
+
+
+def test_those_that_wait_are_paused_until_it_is_their_turn(start, ahead_path, tmp_path):
+    assert run.main([ahead_path, "--out", str(tmp_path / "out"), "--repetition", "0"]) == 0
+    events = [(what, n) for what, n in start.events if n <= 3 and what in ("pause", "resume", "ask", "kill")]
+    for n in (1, 2, 3):
+        own = [what for what, number in events if number == n]
+        assert own.index("pause") < own.index("resume") < own.index("ask")
+        assert "pause" not in own[own.index("resume") :]
+        running = {n for what, n in events[: events.index(("ask", n))] if what == "resume"}
+        ended = {n for what, n in events[: events.index(("ask", n))] if what == "kill"}
+        assert running - ended == {n}
+    assert all(r.paused_s is not None for r in read_all(tmp_path / "out"))
 
 
 def test_each_server_serves_one_datapoint_and_ends_before_the_next(start, ahead_path, tmp_path):
