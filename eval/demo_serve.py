@@ -7,6 +7,7 @@ the replay.
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from sdsie_sglang.eval import headline
 from sdsie_sglang.eval.chat import chat_ids
 from sdsie_sglang.eval.machine import describe, where
 from sdsie_sglang.eval.prompts import timed_prompts
+from sdsie_sglang.eval.record import portable
 from sdsie_sglang.eval.server import Server
 
 RESULTS = Path(__file__).resolve().with_name("results") / "demo"
@@ -36,6 +38,11 @@ class Method:
     drafted: int = 0
     topk: int = 1
     shifted: bool = False
+
+    def checkpoints(self, models: DemoCheckpoints) -> list[str]:
+        """Where its models lie, as a record names them."""
+        folders = [models.target, *([getattr(models, self.model)] if self.model else [])]
+        return [portable(str(folder)) for folder in folders]
 
     def arguments(self, models: DemoCheckpoints, dtype: str = "float32") -> list[str]:
         """The server's arguments."""
@@ -71,12 +78,20 @@ METHODS = {
 
 
 def serve(
-    name: str, models: DemoCheckpoints, new_tokens: int, limit: int | None = None, dtype: str = "float32"
+    name: str,
+    models: DemoCheckpoints,
+    new_tokens: int,
+    limit: int | None = None,
+    dtype: str = "float32",
+    sglang: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Answers of one method to the first `limit` timed prompts (all by default)."""
+    """Answers of one method to the first `limit` timed prompts (all by default).
+
+    sglang: further flags of the server.
+    """
     method = METHODS[name]
     answers = []
-    with Server.start(method.arguments(models, dtype)) as server:
+    with Server.start([*method.arguments(models, dtype), *sglang]) as server:
         for prompt in tqdm(timed_prompts()[:limit], desc=name):
             ids = chat_ids(str(models.target), prompt.text)
             done = server.generate(ids, max_new_tokens=new_tokens)
@@ -93,6 +108,7 @@ def serve(
     return {
         "method": name,
         **asdict(method),
+        "checkpoints": method.checkpoints(models),
         "dtype": dtype,
         "new_tokens": new_tokens,
         "command": headline.this_command(),
