@@ -20,6 +20,7 @@ from sdsie_sglang.eval.token_gears import Cycle
 COLOURS = {
     "plain": "#666666",
     "draft": "#0072B2",
+    "other-draft": "#F0E442",
     "standalone": "#56B4E9",
     "entropy": "#D55E00",
     "eagle3": "#009E73",

@@ -17,6 +17,7 @@ class Models:
     draft: str | None = None
     eagle3: str | None = None
     eagle: str | None = None
+    other_draft: str | None = None
 
 
 class MethodError(ValueError):
@@ -53,13 +54,20 @@ class Method:
         """Whether it may rightly choose not to speculate."""
         return self.policy is not None and self.policy.get("policy") == "entropy"
 
+    def checkpoint(self, models: Models) -> str | None:
+        """What drafts; None if nothing is loaded for it. Raises MethodError."""
+        if self.drafter in (None, "ngram"):
+            return None
+        checkpoint: str | None = getattr(models, str(self.drafter))
+        if checkpoint is None:
+            raise MethodError(f"{self.name} needs a checkpoint for {self.drafter}, and none is given")
+        return checkpoint
+
     def arguments(self, models: Models) -> list[str]:
         """The server's arguments. Raises MethodError."""
         arguments = ["--model-path", models.target]
-        if self.drafter not in (None, "ngram"):
-            checkpoint = getattr(models, str(self.drafter))
-            if checkpoint is None:
-                raise MethodError(f"{self.name} needs a checkpoint for {self.drafter}, and none is given")
+        checkpoint = self.checkpoint(models)
+        if checkpoint is not None:
             arguments += ["--speculative-draft-model-path", checkpoint]
         if self.policy is not None:
             for name, value in self.policy.items():
@@ -79,6 +87,7 @@ class Method:
         wanted: dict[str, Any] = {
             "model_path": models.target,
             "disable_radix_cache": True,
+            "speculative_draft_model_path": self.checkpoint(models),
             "speculative_algorithm": "SDSIE" if self.policy is not None else self.algorithm,
         }
         if self.policy is None:
@@ -107,8 +116,9 @@ class Method:
         ]
 
 
-def _draft(k: int) -> Method:
-    return Method(f"draft-k{k}", "draft", "draft", policy={"policy": "fixed", "k": k})
+def _draft(k: int, which: str = "draft") -> Method:
+    family = which.replace("_", "-")
+    return Method(f"{family}-k{k}", family, which, policy={"policy": "fixed", "k": k})
 
 
 def _standalone(k: int) -> Method:
@@ -129,6 +139,7 @@ METHODS = {
     for method in (
         PLAIN,
         *(_draft(k) for k in (3, 5, 7)),
+        *(_draft(k, "other_draft") for k in (3, 5, 7)),
         *(_standalone(k) for k in (3, 5, 7)),
         *(_entropy(preset) for preset in PRESETS),
         *(_chain(k) for k in (3, 5)),
@@ -137,4 +148,5 @@ METHODS = {
         Method("ngram-16", "ngram", "ngram", None, "NGRAM", verified=16),
     )
 }
-"""`draft-k…` and `entropy-…` are this project's gears; `standalone-k…` is SGLang's own use of the same draft."""
+"""`draft-k…` and `entropy-…` are this project's gears; `standalone-k…` is SGLang's own use of the same draft;
+`other-draft-k…` are the gears with a second draft, to compare two."""

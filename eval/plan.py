@@ -133,6 +133,7 @@ class ModelPaths(_Strict):
     draft: str | None = None
     eagle3: str | None = None
     eagle: str | None = None
+    other_draft: str | None = None
 
 
 class Config(_Strict):
@@ -149,12 +150,14 @@ class Config(_Strict):
             requests for so long after the timed ones, for the power of prefill; 0 leaves either out.
         gpu: NVML's index; None measures no energy even where there is a GPU.
         trace: write gears and entropies of each cycle (costs a little time of gated methods alone).
+        other_draft: a second draft beside the demo's own, for the methods `other-draft-k…`.
         sglang: further flags of every server. env: further environment of every server.
         assume: what `--plan` reckons with.
     """
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")
     models: Literal["demo"] | ModelPaths = "demo"
+    other_draft: str | None = None
     parts: dict[str, Part] = Field(min_length=1)
     repetitions: int = Field(default=1, ge=1)
     seed: int = 469507
@@ -193,6 +196,8 @@ class Config(_Strict):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.other_draft is not None and self.models != "demo":
+            raise ValueError("other_draft goes with the demo's models; name your own among models")
         if unknown := set(self.categories) - set(CATEGORIES):
             raise ValueError(f"unknown categories {sorted(unknown)}; known are {', '.join(CATEGORIES)}")
         for part in self.parts:
@@ -253,6 +258,16 @@ def load_config(name_or_path: str) -> Config:
         raise ConfigProblem(f"{path}: {first_error(error)}") from None
 
 
+def with_other_draft(config: Config, folder: Path) -> Config:
+    """The configuration with this second draft. Raises ConfigProblem."""
+    if not (folder / "config.json").is_file():
+        raise ConfigProblem(f"{folder} is no checkpoint folder")
+    try:
+        return Config(**{**config.model_dump(), "other_draft": str(folder)})
+    except ValidationError as error:
+        raise ConfigProblem(first_error(error)) from None
+
+
 def datapoints(
     config: Config, parts: Iterable[str] | None = None, repetitions: Iterable[int] | None = None
 ) -> list[Datapoint]:
@@ -308,4 +323,5 @@ def resolve_models(config: Config) -> Models:
     from sdsie_sglang.demo import compose
 
     made = compose()
-    return Models(str(made.target), *(str(p) if p is not None else None for p in (made.draft, made.eagle3)))
+    draft, eagle3 = (str(p) if p is not None else None for p in (made.draft, made.eagle3))
+    return Models(str(made.target), draft, eagle3, other_draft=config.other_draft)

@@ -4,9 +4,9 @@
     python -m sdsie_sglang.eval.run short --part one
     python -m sdsie_sglang.eval.run my-models.yaml --out eval/results/ruler/my-models
 
-CONFIG is a preset (smoke, short, full, batch) or a YAML file. An interrupted run goes on where it stopped; records
-are never overwritten. A failed request or a wrong server ends the run with exit code 1. Where the configuration
-says so (`start_ahead`), servers start side by side, and then wait, paused, until it is their turn.
+CONFIG is a preset (smoke, short, full, batch, drafts) or a YAML file. An interrupted run goes on where it stopped;
+records are never overwritten. A failed request or a wrong server ends the run with exit code 1. Where the
+configuration says so (`start_ahead`), servers start side by side, and then wait, paused, until it is their turn.
 """
 
 import argparse
@@ -41,6 +41,7 @@ from sdsie_sglang.eval.plan import (
     load_config,
     resolve_models,
     windows,
+    with_other_draft,
 )
 from sdsie_sglang.eval.prompts import warmup_prompts
 from sdsie_sglang.eval.record import Record, Stretch
@@ -69,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--part", action="append", help="measure only this part (may be repeated)")
     parser.add_argument("--repetition", action="append", type=int, help="only this one, from 0 (may be repeated)")
     parser.add_argument("--start-ahead", type=int, help="servers started side by side; default: the configuration's")
+    parser.add_argument("--other-draft", type=Path, metavar="DIR", help="a second draft, for the preset `drafts`")
     parser.add_argument("--out", type=Path, help=f"default: {RESULTS.relative_to(headline.ROOT)}/NAME")
     parser.add_argument("--plan", action="store_true", help="print what would be measured and how long, and stop")
     args = parser.parse_args(argv)
@@ -82,6 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if args.start_ahead < 1:
                 raise ConfigProblem("--start-ahead must be 1 or more")
             config = config.model_copy(update={"start_ahead": args.start_ahead})
+        if args.other_draft is not None:
+            config = with_other_draft(config, args.other_draft)
         points = datapoints(config, args.part, args.repetition)
         folder = args.out or RESULTS / config.name
         if args.plan:

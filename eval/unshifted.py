@@ -1,4 +1,4 @@
-"""Accept length of this project's fixed gear K over that of SGLang's own STANDALONE with K steps, same draft, same text.
+"""Accept length of this project's fixed gear K over that of SGLang's own STANDALONE, same K, same draft, same text.
 
     python -m sdsie_sglang.eval.unshifted [--headline]                                  # the demo's models
     python -m sdsie_sglang.eval.unshifted FOLDER --target DIR --draft DIR --dtype bfloat16
@@ -134,8 +134,8 @@ def figure(comparison: Comparison, record: str) -> headline.Figure:
         date=comparison.date,
         note=f"demo pair, K = {comparison.k}, {comparison.dtype}, up to {comparison.new_tokens} new tokens; "
         f"{comparison.unshifted_accept_length:.3f} against {comparison.standalone_accept_length:.3f} tokens a cycle "
-        f"over the {same} of {len(comparison.prompts)} prompts that both answered with the same tokens; 95 % interval over "
-        "prompts",
+        f"over the {same} of {len(comparison.prompts)} prompts that both answered with the same tokens; 95 % interval "
+        "over prompts",
     )
 
 

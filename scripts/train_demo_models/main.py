@@ -7,13 +7,18 @@
 
 `generate` writes the corpus, `draft` trains candidates of several depths and finishes the best, `eagle3`
 trains the head for as long as the finished draft was trained. `draft` and `eagle3` save their state every minute and
-go on from it when run again; they never take longer than their time box. DIR is the `target` folder that
+go on from it when run again; they never take longer than their time box. `generate` does not: what thousands of
+half-written conversations hold on the GPU is larger than its two and a half minutes are worth, so one that was
+interrupted starts anew; one that finished is kept, and run again it does nothing. Each run of a stage is noted in
+RUN/STAGE.runs.json: options, versions, hardware, seconds, whether it finished. DIR is the `target` folder that
 `python -m sdsie_sglang.demo` prints.
 """
 
 import argparse
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -29,6 +34,7 @@ from transformers import AutoTokenizer
 from sdsie_sglang.demo.eagle3_head import AUX_HIDDEN_STATES, Eagle3Head
 from sdsie_sglang.demo.llama import Llama
 from sdsie_sglang.demo.replay import ServedText, draft_flags, head_flags
+from sdsie_sglang.eval import machine
 from sdsie_sglang.eval.prompts import all_prompts
 
 DRAFT_LENGTHS = (3, 5, 7)
@@ -36,7 +42,10 @@ CHAIN_LENGTHS = (3, 5, 7)
 
 
 def generate(options: argparse.Namespace) -> None:
-    """Sample conversations and write `corpus.npz` and `corpus.json` (what was kept and dropped)."""
+    """Sample conversations and write `corpus.npz` and, last, `corpus.json` (what was kept and dropped)."""
+    if (options.run / "corpus.json").is_file():
+        print(f"{options.run} holds a finished corpus: kept as it is", flush=True)
+        return
     target, tokenizer = _target(options), AutoTokenizer.from_pretrained(options.target)
     seeds = make_seeds(options.seeds, options.seed)
     sampler = Sampler(target, tokenizer, seeds, options.slots, options.length, options.rows)
@@ -135,6 +144,27 @@ def _choose(trials: dict[str, dict], least: float) -> str:
     return max(enough, key=lambda name: trials[name]["tokens_per_ms_k5"])
 
 
+@contextmanager
+def recorded(options: argparse.Namespace) -> Iterator[None]:
+    """Notes a run of a stage in RUN/STAGE.runs.json, beside earlier ones, however it ends."""
+    path = options.run / f"{options.stage}.runs.json"
+    started, clock = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), time.monotonic()
+    finished = False
+    try:
+        yield
+        finished = True
+    finally:
+        run = {
+            "started": started,
+            "total_seconds": round(time.monotonic() - clock, 1),
+            "finished": finished,
+            "options": {name: v.name if isinstance(v, Path) else v for name, v in vars(options).items()},
+            "machine": machine.describe(),
+        }
+        earlier = json.loads(path.read_text()) if path.is_file() else []
+        path.write_text(json.dumps([*earlier, run], indent=1) + "\n")
+
+
 def _target(options: argparse.Namespace) -> Llama:
     return Llama.from_checkpoint(options.target).to(options.device, torch.bfloat16)
 
@@ -168,10 +198,13 @@ def _layers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split("-"))
 
 
+STAGES = {"generate": generate, "draft": draft, "eagle3": eagle3}
+
+
 def main() -> None:
     """Run one stage."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=["generate", "draft", "eagle3"])
+    parser.add_argument("stage", choices=list(STAGES))
     parser.add_argument("--target", type=Path, required=True, help="checkpoint folder of the target")
     parser.add_argument("--run", type=Path, required=True, help="folder for everything that is made")
     parser.add_argument("--device", default="cuda")
@@ -198,7 +231,8 @@ def main() -> None:
     options = parser.parse_args()
     options.run.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(options.seed)
-    {"generate": generate, "draft": draft, "eagle3": eagle3}[options.stage](options)
+    with recorded(options):
+        STAGES[options.stage](options)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
 """Puts a finished run's weights into the package, with manifest, record and card.
 
 `python scripts/train_demo_models/ship.py --run DIR [--hardware TEXT]`
+
+With `--draft-to FOLDER` the draft alone goes there, with its manifest, and the package stays as it is:
+`python -m sdsie_sglang.demo --weights FOLDER --out CHECKPOINTS` composes it, to be compared with the shipped one.
 """
 
 import argparse
@@ -32,7 +35,8 @@ embedding and output head; five unrolled draft steps in training (training-time 
 
 The target wrote it: it completed openings of user turns in nine categories (temperatures 0.6–1.0), then
 answered them (three in ten greedily, the others at 0.5–0.8), in bfloat16. {sampled} conversations in
-{sampling_seconds} s; kept {kept} rows with {answer_tokens} answer tokens. Dropped: {dropped}. A user turn
+{sampling_seconds} s; kept {kept} rows with {answer_tokens} answer tokens.
+Of the kept rows {greedy} ({greedy_share:.0f} %) were answered greedily. Dropped: {dropped}. A user turn
 that shares seven tokens in a row with an evaluation prompt counts as one of those and is dropped.
 {held_out} rows (5 %, by user turn) are held out.
 
@@ -59,7 +63,7 @@ those whose accept length on held-out answers is at least 2.5, else the deepest.
 step of the target ({target_ms:.2f} ms) and five of the draft, each measured as a CUDA graph at batch 1. The
 first candidates had fewer steps in the same time (start-up costs fell on them), so the trial is biased
 towards the later, deeper ones: a finished {runner_up}-layer draft may well be faster than the one shipped.
-It was not trained to the end.
+This run did not train it to the end.
 
 | layers | steps | ms a draft step | accept length, K=5 | tokens per ms |
 |---|---|---|---|---|
@@ -72,6 +76,18 @@ It was not trained to the end.
 |---|---|
 {files}
 """
+
+
+def ship_draft(run: Path, folder: Path) -> None:
+    """Copy the shards of the chosen draft and write a manifest of them alone."""
+    draft = _read(run / "draft.json")
+    chosen = draft["chosen"]
+    folder.mkdir(parents=True, exist_ok=True)
+    layers = len(draft["trials"][chosen]["layers"])
+    _write(
+        folder / "manifest.json",
+        {"draft": {"files": _copy_shards(run, chosen, folder, "draft"), "layers": layers}},
+    )
 
 
 def ship(run: Path, weights: Path, hardware: str) -> None:
@@ -95,6 +111,8 @@ def ship(run: Path, weights: Path, hardware: str) -> None:
     }
     _write(weights / "manifest.json", manifest)
     record = {"corpus": corpus, "draft": draft, "eagle3": _read(run / "eagle3.json"), "curves": curves}
+    if stages := {path.name.removesuffix(".runs.json"): _read(path) for path in sorted(run.glob("*.runs.json"))}:
+        record["stages"] = stages
     (weights / "training.json").write_text(json.dumps(record, sort_keys=True) + "\n")
     (weights / "README.md").write_text(_card(manifest, record, hardware))
 
@@ -120,6 +138,8 @@ def _card(manifest: dict[str, Any], record: dict[str, Any], hardware: str) -> st
         sampling_seconds=round(corpus["sampling_seconds"]),
         kept=f"{rows['kept']:,}",
         answer_tokens=f"{corpus['kept_answer_tokens']:,}",
+        greedy=f"{corpus['greedy_rows']:,}",
+        greedy_share=100 * corpus["greedy_rows"] / rows["kept"],
         dropped=", ".join(f"{reason} {count:,}" for reason, count in rows.items() if reason != "kept"),
         held_out=f"{corpus['held_out_rows']:,}",
         hardware=hardware,
@@ -198,7 +218,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="folder that main.py wrote")
     parser.add_argument("--hardware", default="One NVIDIA H200, PyTorch 2.11")
+    parser.add_argument("--draft-to", type=Path, metavar="FOLDER", help="put the draft alone there")
     options = parser.parse_args()
+    if options.draft_to is not None:
+        ship_draft(options.run, options.draft_to)
+        print(options.draft_to)
+        return
     ship(options.run, WEIGHTS, options.hardware)
     print(WEIGHTS)
 

@@ -1,5 +1,7 @@
 """Parts of the demo's training against plainer forms of the same thing."""
 
+import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from sdsie_sglang.demo.digest import sha256_of
 from sdsie_sglang.demo.llama import HIDDEN, Llama
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "train_demo_models"))
@@ -15,8 +18,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "train_demo_model
 from corpus import build, repeated_share
 from features import Batch
 from loss import DistillationLoss
+from main import generate, recorded
 from sampler import Conversations, KeyValueCache, decode
 from seeds import CATEGORIES, Seed, make_seeds
+from ship import ship_draft
 from training import Plan, answer_places, save_shards
 
 
@@ -130,3 +135,37 @@ def test_shards_stay_small_and_complete(tmp_path: Path, monkeypatch: pytest.Monk
     assert [path.name for path in paths] == [f"draft-{n}.safetensors" for n in (1, 2, 3)]
     merged = {name: tensor for path in paths for name, tensor in load_file(path).items()}
     assert {name: float(tensor[0]) for name, tensor in merged.items()} == {f"w{n}": float(n) for n in range(5)}
+
+
+def test_every_run_of_a_stage_is_noted_however_it_ends(tmp_path: Path):
+    options = argparse.Namespace(stage="draft", run=tmp_path, seconds=5.0)
+    with recorded(options):
+        pass
+    with pytest.raises(KeyboardInterrupt), recorded(options):
+        raise KeyboardInterrupt
+    runs = json.loads((tmp_path / "draft.runs.json").read_text())
+    assert [run["finished"] for run in runs] == [True, False]
+    assert runs[0]["options"] == {"stage": "draft", "run": tmp_path.name, "seconds": 5.0}
+    assert runs[0]["machine"]["packages"]["torch"]
+    assert runs[0]["total_seconds"] >= 0
+
+
+def test_a_finished_corpus_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "corpus.json").write_text("{}")
+    generate(argparse.Namespace(run=tmp_path))  # with a target it would fail: there is none
+    assert "finished corpus" in capsys.readouterr().out
+    assert (tmp_path / "corpus.json").read_text() == "{}"
+
+
+def test_a_draft_ships_alone_with_its_manifest(tmp_path: Path):
+    run, folder = tmp_path / "run", tmp_path / "out" / "weights"
+    run.mkdir()
+    trials = {"draft4": {"layers": [0, 1, 28, 29]}, "draft2": {"layers": [0, 29]}}
+    (run / "draft.json").write_text(json.dumps({"chosen": "draft4", "trials": trials}))
+    for name in ("draft4-1", "draft4-2", "draft2-1"):
+        (run / f"{name}.safetensors").write_text(name)
+    ship_draft(run, folder)
+    draft = json.loads((folder / "manifest.json").read_text())["draft"]
+    assert draft["layers"] == 4
+    assert draft["files"] == {f"draft-{n}.safetensors": sha256_of(run / f"draft4-{n}.safetensors") for n in (1, 2)}
+    assert sorted(path.name for path in folder.iterdir()) == [*draft["files"], "manifest.json"]

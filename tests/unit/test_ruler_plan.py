@@ -143,7 +143,7 @@ def test_digest_follows_the_configuration():
 
 # -- methods -------------------------------------------------------------------------------------
 
-MODELS = Models("T", "D", "E3", "E1")
+MODELS = Models("T", "D", "E3", "E1", "D2")
 
 
 def test_arguments():
@@ -152,6 +152,7 @@ def test_arguments():
 
     assert line("plain") == "--model-path T --sdsie-off"
     assert line("draft-k3") == "--model-path T --speculative-draft-model-path D --sdsie-policy fixed --sdsie-k 3"
+    assert line("other-draft-k3") == line("draft-k3").replace(" D ", " D2 ")
     assert "--sdsie-policy entropy --sdsie-preset paper" in line("entropy-paper")
     tree = line("eagle3-tree")
     assert "--speculative-draft-model-path E3 --sdsie-off --speculative-algorithm EAGLE3" in tree
@@ -174,13 +175,16 @@ def server_info(**changes):
 
 def ours(**policy):
     live = {"hooks": ["a"], "gate": {"policy": {"policy": "fixed", "k": 5, **policy}}}
-    return server_info(speculative_algorithm="SDSIE", internal_states=[{"sdsie": live}])
+    return server_info(
+        speculative_algorithm="SDSIE", speculative_draft_model_path="D", internal_states=[{"sdsie": live}]
+    )
 
 
 def test_the_right_servers_are_recognised():
     assert METHODS["plain"].mismatches(server_info(), MODELS) == []
     assert METHODS["draft-k5"].mismatches(ours(), MODELS) == []
-    eagle = {"speculative_num_steps": 5, "speculative_eagle_topk": 8, "speculative_num_draft_tokens": 32}
+    eagle = {"speculative_num_steps": 5, "speculative_eagle_topk": 8, "speculative_num_draft_tokens": 32,
+             "speculative_draft_model_path": "E3"}  # fmt: skip
     assert METHODS["eagle3-tree"].mismatches(server_info(speculative_algorithm="EAGLE3", **eagle), MODELS) == []
 
 
@@ -193,6 +197,7 @@ def test_the_right_servers_are_recognised():
         ("plain", server_info(disable_radix_cache=False), "disable_radix_cache is False"),
         ("draft-k5", server_info(speculative_algorithm="SDSIE"), "no hooks of sdsie are live"),
         ("draft-k5", ours(k=3), "policy's k is 3, not 5"),
+        ("other-draft-k5", ours(), "speculative_draft_model_path is 'D', not 'D2'"),
         ("draft-k5", ours(policy="entropy"), "policy's policy is 'entropy'"),
         (
             "eagle3-tree",

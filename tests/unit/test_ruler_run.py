@@ -89,6 +89,7 @@ class FakeStart:
 
         info = {"model_path": value("--model-path"), "disable_radix_cache": "--disable-radix-cache" in arguments}
         info["speculative_algorithm"] = value("--speculative-algorithm")
+        info["speculative_draft_model_path"] = value("--speculative-draft-model-path")
         info["speculative_num_draft_tokens"] = int(value("--speculative-num-draft-tokens") or 0)
         state = {}
         if "--sdsie-off" not in arguments and not self.lie:
@@ -300,6 +301,29 @@ def test_signals_interrupt_even_where_the_caller_ignores_them_and_only_during_th
         assert signal.getsignal(number) is signal.SIG_IGN
     finally:
         signal.signal(number, before)
+
+
+def test_a_second_draft_is_named_on_the_command_line(start, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(run, "resolve_models", lambda config: Models("T", "D", other_draft=config.other_draft))
+    path, out, other = tmp_path / "two.yaml", tmp_path / "out", tmp_path / "other"
+    path.write_text(CONFIG.replace("draft-k3, ngram-16", "draft-k3, other-draft-k3"))
+    assert run.main([str(path), "--out", str(out)]) == 1
+    assert "other-draft-k3 needs a checkpoint for other_draft" in capsys.readouterr().err
+    command = [str(path), "--out", str(tmp_path / "both"), "--other-draft", str(other)]
+    assert run.main(command) == 1
+    assert "is no checkpoint folder" in capsys.readouterr().err
+    other.mkdir()
+    (other / "config.json").touch()
+    own = tmp_path / "own.yaml"
+    own.write_text(path.read_text() + "models: {target: T}\n")
+    assert run.main([str(own), "--other-draft", str(other)]) == 1
+    assert "goes with the demo's models" in capsys.readouterr().err
+    assert start.started == []
+    assert run.main(command) == 0
+    drafts = {
+        r.datapoint.method: r.server_info["speculative_draft_model_path"] for r in read_all(tmp_path / "both")[1:3]
+    }
+    assert drafts == {"draft-k3": "D", "other-draft-k3": record.portable(str(other))}
 
 
 def test_start_ahead_can_be_chosen_for_a_run(start, config_path, tmp_path):
