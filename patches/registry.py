@@ -5,6 +5,7 @@ from sdsie_sglang.patches import (
     cpu_packing,
     cpu_ranks,
     cpu_sampling,
+    fused_attention,
     fused_layer,
     internal_state,
     lm_head,
@@ -36,7 +37,7 @@ CPU_HOOKS: tuple[Hook, ...] = (
     cpu_ranks.GROUPS,
 )
 
-GPU_HOOKS: tuple[Hook, ...] = (skinny_linear.HOOK, fused_layer.LAYER, fused_layer.LINK)
+GPU_HOOKS: tuple[Hook, ...] = (skinny_linear.HOOK, fused_layer.LAYER, fused_layer.LINK, fused_attention.ATTENTION)
 
 
 def active_hooks() -> tuple[Hook, ...]:

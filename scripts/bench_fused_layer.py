@@ -111,7 +111,18 @@ def run_separate(
     return x
 
 
-def run_fused(x: Tensor, weights: list[list[Tensor]], norms: list[list[Tensor]], add_norm: Any) -> Tensor:
+def stand_in(layer: int, heads: Tensor, columns: int) -> Tensor:
+    """One elementwise kernel in place of rotation and attention."""
+    return heads[:, :columns] * 1.0
+
+
+def run_fused(
+    x: Tensor,
+    weights: list[list[Tensor]],
+    norms: list[list[Tensor]],
+    add_norm: Any,
+    attend: Callable[[int, Tensor, int], Tensor] = stand_in,
+) -> Tensor:
     """The same, five kernels each; the first layer's norm is a kernel of its own."""
     residual = torch.zeros_like(x)
     x, stream = x.clone(), None
@@ -122,7 +133,7 @@ def run_fused(x: Tensor, weights: list[list[Tensor]], norms: list[list[Tensor]],
         else:
             residual = stream.residual
             heads = normed_gemm(stream, qkv, None, EPS)
-        _, stream = add_norm_gemm(heads[:, : o.shape[1]] * 1.0, o, None, residual, second)
+        _, stream = add_norm_gemm(attend(i, heads, o.shape[1]), o, None, residual, second)
         activated = normed_gemm(stream, gate_up, None, EPS, silu=True)
         following = norms[(i + 1) % len(norms)][0]
         x, stream = add_norm_gemm(activated, down, None, stream.residual, following)

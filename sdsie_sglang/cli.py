@@ -66,6 +66,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     flag("int4-lm-head", "the output head in INT4 as well", action="store_true")
     flag("no-skinny-gemm", "leave a decode cycle's unquantised linear layers to SGLang (cuBLAS)", action="store_true")
     flag("no-fused-layer", "leave norms and activations between those layers to SGLang", action="store_true")
+    flag("no-fused-attention", "leave a decode cycle's attention to SGLang's backend", action="store_true")
     flag(
         "check-ranks",
         "tensor-parallel ranks compare every decision before it runs and stop the server if they disagree",

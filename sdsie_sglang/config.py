@@ -31,6 +31,7 @@ OWN = (
     "calibration_seconds",
     "no_skinny_gemm",
     "no_fused_layer",
+    "no_fused_attention",
     "check_ranks",
     "check_syncs",
     "resolution_layers",
@@ -56,6 +57,7 @@ class SdsieConfig(BaseModel):
         calibration_seconds: what measuring one may take, the start of the server that it needs not counted.
         no_skinny_gemm: leave the unquantised layers of a decode cycle to SGLang.
         no_fused_layer: leave what lies between a layer's products to SGLang.
+        no_fused_attention: leave a decode cycle's attention to SGLang.
         check_ranks: tensor-parallel ranks compare every batch before they run it, and each writes a trace.
         check_syncs: waiting for the GPU while a cycle is issued stops the server; for tests.
         resolution_layers: linear layers that multiply by INT4 weights while the policy asks for a gear above 0, in a
@@ -73,6 +75,7 @@ class SdsieConfig(BaseModel):
     calibration_seconds: float = Field(default=60.0, gt=0.0, le=3600.0)
     no_skinny_gemm: bool = False
     no_fused_layer: bool = False
+    no_fused_attention: bool = False
     check_ranks: bool = False
     check_syncs: bool = False
     resolution_layers: str | None = None

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from sdsie_sglang.config import config_from_env
+from sdsie_sglang.fused_attention import attend
 from sdsie_sglang.kernels.skinny_gemm import NormedStream, add_norm_gemm, has_norm_tile, normed_gemm
 
 MAX_ROWS = 16
@@ -157,9 +158,7 @@ def _fused(layer: Any, positions: Tensor, hidden_states: Tensor, forward_batch: 
         qkv = normed_gemm(ready.stream, attention.qkv_proj.weight, attention.qkv_proj.bias, norm.variance_epsilon)
     else:
         qkv, _ = attention.qkv_proj(layer.attn_boundary.prepare(hidden_states, forward_batch))
-    q, k, v = qkv.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
-    q, k = attention.rotary_emb(positions, q, k)
-    attended = attention.attn(q, k, v, forward_batch)
+    attended = attend(attention, positions, qkv, forward_batch)
 
     o_proj, norm = attention.o_proj, layer.post_attention_layernorm
     _, normed = add_norm_gemm(attended, o_proj.weight, o_proj.bias, stream.residual, norm.weight)

@@ -19,7 +19,7 @@ except ImportError:  # no triton on this platform: the reference serves
 
 MAX_ROWS = 16  # of the batch
 MAX_GROUP_ROWS = 64  # query rows that share a KV head
-MARGIN = 64  # tokens that one CUDA graph may write ahead of its last key
+MARGIN = 16  # more tokens than one CUDA graph ever writes (`gears.limits.MAX_K`)
 
 
 class Shape(NamedTuple):

@@ -35,6 +35,7 @@ def conditions_of(server_args: Any, config: SdsieConfig) -> Conditions:
         draft_quantization=args.speculative_draft_model_quantization,
         skinny_gemm=not config.no_skinny_gemm,
         fused_layer=not (config.no_skinny_gemm or config.no_fused_layer),
+        fused_attention=not config.no_fused_attention,
     )
 
 

@@ -51,6 +51,7 @@ class Conditions(BaseModel):
         hardware: the GPU's name, or the processor and its cores.
         skinny_gemm: whether this project's product of few rows may run (--sdsie-no-skinny-gemm).
         fused_layer: whether what lies between a layer's products may run inside them (--sdsie-no-fused-layer).
+        fused_attention: whether attention of few rows may be one launch (--sdsie-no-fused-attention).
         quantization, draft_quantization: None where the checkpoint says it, or there is none.
     """
 
@@ -68,6 +69,7 @@ class Conditions(BaseModel):
     draft_quantization: str | None = None
     skinny_gemm: bool = True
     fused_layer: bool = True
+    fused_attention: bool = True
 
     @property
     def models(self) -> str:

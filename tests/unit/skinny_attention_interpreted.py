@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tests.unit.skinny_attention_cases import make_case
 
 from sdsie_sglang.kernels.skinny_attention import Shape, skinny_attention
 from sdsie_sglang.kernels.skinny_attention.reference import attention_reference
+from tests.unit.skinny_attention_cases import make_case
 
 SMALL = Shape(block=16, short=32, parts=4, warps=4)
 

@@ -23,6 +23,7 @@ OTHERS = {
     "draft_quantization": "fp8",
     "skinny_gemm": False,
     "fused_layer": False,
+    "fused_attention": False,
 }
 
 

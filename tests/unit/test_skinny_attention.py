@@ -88,9 +88,7 @@ def compile_for_hopper(width: int, groups: int, size: int, shape: attention.Shap
     names = [parameter.name for parameter in kernel.attention_kernel.params]
     constants = {name: value for name, value in chosen.items() if name in names}
     signature = {name: "constexpr" if name in constants else types.get(name, "*bf16") for name in names}
-    attributes = {
-        (names.index(name),): [["tt.divisibility", 16]] for name in names if signature[name].startswith("*")
-    }
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in names if signature[name].startswith("*")}
     source = ASTSource(
         kernel.attention_kernel, signature, {(names.index(n),): v for n, v in constants.items()}, attributes
     )
