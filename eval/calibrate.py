@@ -18,6 +18,7 @@ from typing import Any
 from sdsie_sglang.calibration.calibration import Calibration
 from sdsie_sglang.calibration.readings import Raw
 from sdsie_sglang.eval import machine
+from sdsie_sglang.eval.arguments import count, one_line
 from sdsie_sglang.eval.energy import Gpu, NoEnergy
 from sdsie_sglang.eval.headline import this_command, today
 from sdsie_sglang.eval.server import Server
@@ -80,21 +81,26 @@ def main() -> None:
     parser.add_argument("--target", type=Path)
     parser.add_argument("--draft", type=Path)
     parser.add_argument(
-        "--tp", type=int, default=1, help="GPUs of a new server, which share each tensor; J are GPU 0's"
+        "--tp", type=count, default=1, help="GPUs of a new server, which share each tensor; J are GPU 0's"
     )
     parser.add_argument("--server-args", default="", help="more arguments of a new server, in one string")
-    parser.add_argument("--gears", type=int, nargs="+", help="default: all that the server has prepared")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--short", type=int, default=16, help="tokens of a short burst's requests")
-    parser.add_argument("--long", type=int, default=144, help="tokens of a long burst's requests")
+    parser.add_argument(
+        "--gears", type=int, nargs="+", choices=range(MAX_K + 1), help="default: all that the server has prepared"
+    )
+    parser.add_argument("--batch", type=count, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--rounds", type=count, default=5)
+    parser.add_argument("--short", type=count, default=16, help="tokens of a short burst's requests")
+    parser.add_argument("--long", type=count, default=144, help="tokens of a long burst's requests")
     parser.add_argument("--no-energy", action="store_true")
     options = parser.parse_args()
     if (options.target is None) != (options.draft is None):
         parser.error("--target and --draft go together")
+    if options.long <= options.short:
+        parser.error("--long must be more than --short: a cycle's cost is what they differ by")
     raw_path = options.out.with_suffix(".raw.json")
-    raw = Raw.model_validate_json(raw_path.read_text()) if raw_path.exists() else Raw()
-    options.out.parent.mkdir(parents=True, exist_ok=True)
+    with one_line(parser):
+        raw = Raw.model_validate_json(raw_path.read_text()) if raw_path.exists() else Raw()
+        options.out.parent.mkdir(parents=True, exist_ok=True)
 
     def keep() -> None:
         raw_path.write_text(raw.model_dump_json() + "\n")

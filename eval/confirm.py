@@ -22,13 +22,14 @@ from tqdm import tqdm
 
 from sdsie_sglang.demo import compose
 from sdsie_sglang.eval import headline, machine
+from sdsie_sglang.eval.arguments import count
 from sdsie_sglang.eval.calibrate import Attached
 from sdsie_sglang.eval.chat import chat_ids
-from sdsie_sglang.eval.cost_table import read_costs
+from sdsie_sglang.eval.lab_input import need_gears, read_inputs
 from sdsie_sglang.eval.prompts import timed_prompts
 from sdsie_sglang.eval.server import Server
 from sdsie_sglang.eval.simulate import replay
-from sdsie_sglang.eval.trace import ANSWERS, TRACES, Trace, load
+from sdsie_sglang.eval.trace import ANSWERS, TRACES, Trace
 from sdsie_sglang.gears import PolicySettings, build_policy
 from sdsie_sglang.gears.cost_table import CostTable
 
@@ -134,15 +135,16 @@ def main() -> None:
     )
     parser.add_argument("--traces", type=Path, default=TRACES)
     parser.add_argument("--url", help="a running server with the demo pair and this cost table")
-    parser.add_argument("--limit", type=int, help="only the first prompts")
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("-k", type=int, default=5, help="the fixed gear")
-    parser.add_argument("--only", nargs="+", help="of plain, fixed, entropy, cost (default: all)")
+    parser.add_argument("--limit", type=count, help="only the first prompts")
+    parser.add_argument("--tokens", type=count, default=128)
+    parser.add_argument("-k", type=count, default=5, help="the fixed gear")
+    parser.add_argument("--only", nargs="+", choices=("plain", "fixed", "entropy", "cost"), help="(default: all)")
     parser.add_argument("--warmup-tokens", type=int, default=32, help="of an untimed answer before each policy's first")
     parser.add_argument("--headline", action="store_true", help="write simulator_error to headline.json")
     options = parser.parse_args()
-    models, table = compose(), read_costs(options.costs)
-    traces = {trace.id: trace for trace in load(options.traces).traces}
+    table, read = read_inputs(parser, options)
+    need_gears(parser, table, {0, 5, options.k})
+    models, traces = compose(), {trace.id: trace for trace in read.traces}
     answers = {
         answer["id"]: answer["tokens"][answer["prompt_length"] :]
         for answer in json.loads(ANSWERS.read_text())["answers"]
@@ -172,7 +174,6 @@ def main() -> None:
         "command": headline.this_command(),
         "date": headline.today(),
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(record) + "\n")
     for each in comparisons:
         print(

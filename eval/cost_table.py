@@ -1,31 +1,47 @@
 """Cost tables from records that were made for something else.
 
-`python -m sdsie_sglang.eval.cost_table OUT.json` writes one from the gear record of one H200. It has gears 0 and 5
-at batches 1 and 16 and no energies: a whole table is what `eval.calibrate` measures.
+    python -m sdsie_sglang.eval.cost_table OUT.json              # from the gear record of one H200: gears 0 and 5
+    python -m sdsie_sglang.eval.cost_table OUT.json --estimate   # gears 1 to 7 estimated from its trace of gear 5
+
+Both have batches 1 and 16 and no energies: a whole table, all of it measured, is what `eval.calibrate` writes.
 """
 
 import argparse
 import json
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sdsie_sglang.eval import machine
+from sdsie_sglang.eval.arguments import one_line
 from sdsie_sglang.eval.headline import ROOT
 from sdsie_sglang.gears.cost_table import Cell, CostTable, Engaging, load_cost_table
+from sdsie_sglang.gears.limits import MAX_K
 
-GEAR_RECORD = ROOT / "eval" / "results" / "gears" / "8b_1b_fa3.json"
-GEARS = {"gear0": 0, "k5": 5}
+GEAR_RECORD = ROOT / "eval" / "results" / "gears" / "8b_1b.json"
+GEAR = 5
+GEARS = {"gear0": 0, "k5": GEAR}
 METHOD = (
     "ms a cycle = wall time of a burst / its cycles, median of {repeats} bursts, prefill and the draft's first reading "
     "of the prompt included; engaging = what the run that switches every 8 cycles took beyond its steady cycles, for "
-    "each pair of switches; random weights, accept length simulated"
+    "each pair of switches; random weights, accept length simulated. Plain is gear 0 of this project's server, not "
+    "SGLang's own; {gears}"
+)
+MEASURED = "gears other than 0 and 5 were not measured and are not played"
+ESTIMATED = (
+    "gears other than 0 and 5 are ESTIMATED: gear 5's time, and for each drafted token more or fewer that of one draft "
+    "pass in the record's trace, as if verifying cost the same for each width"
 )
 
 
-def from_gear_record(record: Mapping[str, Any]) -> CostTable:
-    """The table that a record of `scripts/bench_gears.py` allows: gear 0 and gear 5."""
+def from_gear_record(record: Mapping[str, Any], *, estimate: bool = False) -> CostTable:
+    """The table that a record of `scripts/bench_gears.py` allows: gear 0 and gear 5.
+
+    Args:
+        estimate: add all other gears, from the time of a draft pass. Raises ValueError if the record has no trace.
+    """
     cells, engaging = [], []
     for batch, rows in record["rows"].items():
         for name, k in GEARS.items():
@@ -35,17 +51,34 @@ def from_gear_record(record: Mapping[str, Any]) -> CostTable:
         if "switching" in rows:
             pair_ms = 16 * (statistics.median(_cycle_ms(rows["switching"])) - steady)
             engaging.append(Engaging(batch=int(batch), ms=max(0.0, pair_ms)))
+        if estimate:
+            each = draft_pass_ms(record, int(batch))
+            for k in sorted(set(range(1, MAX_K + 1)) - {GEAR}):
+                cells.append(Cell(k=k, batch=int(batch), ms=cells[-1].ms + (k - cells[-1].k) * each))
     repeats = len(next(iter(record["rows"].values()))["gear0"])
     return CostTable(
         models="shapes of Llama-3.1-8B and Llama-3.2-1B, bf16",
         where=machine.where(record["machine"]),
-        method=METHOD.format(repeats=repeats),
+        method=METHOD.format(repeats=repeats, gears=ESTIMATED if estimate else MEASURED),
         cells=tuple(cells),
         engaging=tuple(engaging),
         machine=record["machine"],
         command=record["command"],
         date=record["date"],
     )
+
+
+def draft_pass_ms(record: Mapping[str, Any], batch: int) -> float:
+    """One decode of the draft, from the trace of gear 5: of its graphs without the target the one with most kernels
+    holds the four decodes after the extend. Raises ValueError if there is no such trace.
+    """
+    try:
+        stages = record["profiles"][f"k{GEAR}, batch {batch}"]["stages"]
+        kernels = {name: int(match[1]) for name in stages if (match := re.match(r"graph of (\d+) kernels", name))}
+        decodes = max(kernels, key=lambda name: kernels[name])
+    except (KeyError, ValueError):
+        raise ValueError(f"the record has no trace of gear {GEAR} at batch {batch}") from None
+    return float(stages[decodes]["span_us"]) / 1000.0 / (GEAR - 1)
 
 
 def _cycle_ms(bursts: Sequence[Mapping[str, float]]) -> list[float]:
@@ -61,11 +94,18 @@ def read_costs(path: Path | None) -> CostTable:
 
 def main() -> None:
     """Write the table of the gear record."""
-    parser = argparse.ArgumentParser(prog="python -m sdsie_sglang.eval.cost_table", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m sdsie_sglang.eval.cost_table",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("out", type=Path)
+    parser.add_argument("--record", type=Path, default=GEAR_RECORD, help="of scripts/bench_gears.py")
+    parser.add_argument("--estimate", action="store_true", help="add gears that were not measured")
     options = parser.parse_args()
-    table = read_costs(None)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
+    with one_line(parser):
+        table = from_gear_record(json.loads(options.record.read_text()), estimate=options.estimate)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(table.model_dump_json(indent=1) + "\n")
     for cell in table.cells:
         print(f"gear {cell.k}, batch {cell.batch}: {cell.ms:.2f} ms")

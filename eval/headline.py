@@ -53,6 +53,12 @@ def this_command() -> str:
     return f"python {program} {shlex.join(sys.argv[1:])}".strip()
 
 
+def in_repository(path: Path) -> str:
+    """A record's path as figures carry it: from the repository's root, if it lies there, else its name."""
+    whole = path.resolve()
+    return str(whole.relative_to(ROOT)) if whole.is_relative_to(ROOT) else path.name
+
+
 def today() -> str:
     return datetime.datetime.now(datetime.UTC).date().isoformat()
 

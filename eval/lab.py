@@ -19,13 +19,14 @@ import numpy as np
 from scipy.stats import bootstrap
 from tqdm import tqdm
 
+from sdsie_sglang.eval.arguments import count
 from sdsie_sglang.eval.contenders import Contender, contenders, left_out
-from sdsie_sglang.eval.cost_table import read_costs
-from sdsie_sglang.eval.headline import Figure, this_command, today, update
+from sdsie_sglang.eval.headline import Figure, in_repository, this_command, today, update
 from sdsie_sglang.eval.lab_figure import draw
+from sdsie_sglang.eval.lab_input import costs_at, read_inputs, read_settings
 from sdsie_sglang.eval.prompts import CATEGORIES
 from sdsie_sglang.eval.simulate import LAG
-from sdsie_sglang.eval.trace import TRACES, Trace, load
+from sdsie_sglang.eval.trace import TRACES, Trace
 from sdsie_sglang.gears.cost_table import CostTable, GearCosts
 
 RESAMPLES = 2000
@@ -33,6 +34,8 @@ SEED = 469507
 MAX_REPEATED = 0.3
 """An answer with more repeated 4-grams counts as looping, which flatters every draft."""
 ALL, UNLOOPED = "all", "all without loops"
+HALVES = ("both", "seen", "held-out")
+"""The last constants of the cost gate that were changed were chosen on the prompts of the half "seen" alone."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,14 @@ def groups(traces: Sequence[Trace]) -> dict[str, np.ndarray]:
     found[ALL] = np.arange(len(traces))
     found[UNLOOPED] = np.flatnonzero([trace.repeated <= MAX_REPEATED for trace in traces])
     return {name: members for name, members in found.items() if len(members)}
+
+
+def half(traces: Sequence[Trace], which: str) -> tuple[Trace, ...]:
+    """The answers of one of `HALVES`, in their order; which is which is fixed by a seed."""
+    order = np.random.default_rng(7).permutation(len(traces))
+    cut = len(traces) // 2
+    chosen = {"both": order, "seen": order[:cut], "held-out": order[cut:]}[which]
+    return tuple(traces[i] for i in sorted(chosen))
 
 
 def speed(played: Played, members: np.ndarray) -> float:
@@ -186,8 +197,7 @@ def markdown(summary: Mapping[str, Any], heading: str, notes: Sequence[str]) -> 
 
 def report(traces: Sequence[Trace], table: CostTable, options: argparse.Namespace) -> dict[str, Any]:
     """Plays everything and returns the record."""
-    tuned = json.loads(options.tuned.read_text()) if options.tuned else None
-    costs = table.at(options.batch)
+    costs, tuned = table.at(options.batch), options.tuned
     played = {
         name: play(contender, traces, costs, options.orders)
         for name, contender in tqdm(contenders(table, options.lag, options.objective, tuned).items(), desc="contenders")
@@ -200,6 +210,7 @@ def report(traces: Sequence[Trace], table: CostTable, options: argparse.Namespac
         "lag": options.lag,
         "objective": options.objective,
         "orders": options.orders,
+        "prompts": options.prompts,
         "tuned": tuned,
         "answers_per_s": {name: round(each.answers_per_s) for name, each in played.items()},
         "cost_table": table.model_dump(exclude={"machine"}),
@@ -236,7 +247,7 @@ def figures(record: dict[str, Any], table: CostTable, path: Path) -> list[Figure
             high=high,
             unit="1",
             where=table.where,
-            record=str(path),
+            record=in_repository(path),
             command=record["command"],
             date=record["date"],
             note=f"simulated on traces of the demo pair, costs of {table.models}, gears {list(table.gears)}; {note}",
@@ -247,7 +258,11 @@ def figures(record: dict[str, Any], table: CostTable, path: Path) -> list[Figure
 
 def main() -> None:
     """Simulate, write, print."""
-    parser = argparse.ArgumentParser(prog="python -m sdsie_sglang.eval.lab", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m sdsie_sglang.eval.lab",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--traces", type=Path, default=TRACES)
     parser.add_argument(
         "--cost-table",
@@ -256,24 +271,34 @@ def main() -> None:
         type=Path,
         help="cost table (default: the H200's gear record, gears 0 and 5)",
     )
-    parser.add_argument("--batch", type=int, default=1, help="whose costs to take; one request is simulated")
+    parser.add_argument("--batch", type=count, default=1, help="whose costs to take; one request is simulated")
     parser.add_argument("--lag", type=int, choices=(1, 2), default=LAG, help="1 without overlap scheduling")
     parser.add_argument("--objective", choices=("time", "energy"), default="time")
-    parser.add_argument("--orders", type=int, default=5, help="random orders of the prompts for what learns")
+    parser.add_argument("--orders", type=count, default=5, help="random orders of the prompts for what learns")
+    parser.add_argument(
+        "--prompts",
+        choices=HALVES,
+        default="both",
+        help="half of the prompts: those that the cost gate's last constants were chosen on, or the others",
+    )
     parser.add_argument("--tuned", type=Path, help="settings of an entropy policy, written by eval.tune")
     parser.add_argument("--out", type=Path, default=TRACES.with_name("lab-h200-gears"), help="without an ending")
     parser.add_argument("--headline", action="store_true", help="write the cost gate's figures to headline.json")
     options = parser.parse_args()
-    traces = load(options.traces)
-    table = read_costs(options.costs)
-    record = {"traces": traces.about, **report(traces.traces, table, options)}
+    table, read = read_inputs(parser, options)
+    costs_at(parser, table, options.batch, options.objective)
+    if options.tuned is not None:
+        options.tuned = read_settings(parser, options.tuned, table)
+    traces = half(read.traces, options.prompts)
+    if not any(table.gears):
+        parser.error("the cost table has gear 0 alone: there is nothing to compare")
+    record = {"traces": read.about, **report(traces, table, options)}
     notes = [record["verdict"]]
     if record["left_out"]:
         notes.append(f"\nNot played, for the table lacks their gears: {', '.join(record['left_out'])}.")
     notes.append(f"\nCosts: {table.models}; {table.where}. {table.method}.")
-    heading = f"# Simulated on {len(traces.traces)} answers\n\n`{record['command']}`"
+    heading = f"# Simulated on {len(traces)} answers\n\n`{record['command']}`"
     text = markdown(record["groups"], heading, notes)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.with_suffix(".json").write_text(json.dumps(record, separators=(",", ":")) + "\n")
     options.out.with_suffix(".md").write_text(text)
     draw(record["groups"], f"{table.models}; {table.where}", options.out.with_suffix(".png"))

@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from sdsie_sglang.eval.arguments import one_line
 from sdsie_sglang.eval.contenders import contenders
 from sdsie_sglang.eval.headline import this_command, today
 from sdsie_sglang.eval.lab import MAX_REPEATED
@@ -76,7 +77,9 @@ def main() -> None:
     parser.add_argument("--lag", type=int, choices=(1, 2), default=LAG)
     parser.add_argument("--out", type=Path, default=TRACES.with_name("acceptance"), help="without an ending")
     options = parser.parse_args()
-    traces = load(options.traces).traces
+    with one_line(parser):
+        traces = load(options.traces).traces
+        options.out.parent.mkdir(parents=True, exist_ok=True)
     unlooped = [trace for trace in traces if trace.repeated <= MAX_REPEATED]
     groups = {
         f"all {len(traces)} answers": play(traces, options.lag),
@@ -84,7 +87,6 @@ def main() -> None:
     }
     command = this_command()
     text = markdown(groups, command)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     record = {"kind": "replay", "lag": options.lag, "groups": groups, "command": command, "date": today()}
     options.out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
     options.out.with_suffix(".md").write_text(text)

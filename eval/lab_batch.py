@@ -14,14 +14,15 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from sdsie_sglang.eval.cost_table import read_costs
+from sdsie_sglang.eval.arguments import count
 from sdsie_sglang.eval.headline import this_command, today
 from sdsie_sglang.eval.lab import SEED
+from sdsie_sglang.eval.lab_input import costs_at, read_inputs
 from sdsie_sglang.eval.oracle import plays_oracle
 from sdsie_sglang.eval.simulate import LAG, plays_policy
 from sdsie_sglang.eval.simulate_batch import BatchRun, mixed_queue, replay_batch
-from sdsie_sglang.eval.trace import TRACES, Trace, load
-from sdsie_sglang.gears import Policy, PolicySettings, build_policy
+from sdsie_sglang.eval.trace import TRACES, Trace
+from sdsie_sglang.gears import PRESETS, Policy, PolicySettings, build_policy
 from sdsie_sglang.gears.batch_rules import MeanEntropyPolicy
 from sdsie_sglang.gears.cost import CostPolicy
 from sdsie_sglang.gears.cost_table import Cell, CostTable, Engaging, GearCosts
@@ -111,15 +112,15 @@ def main() -> None:
     )
     parser.add_argument("--traces", type=Path, default=TRACES)
     parser.add_argument("--cost-table", "--costs", dest="costs", type=Path)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[4, 16])
-    parser.add_argument("--preset", default="paper", help="thresholds of the entropy rules")
-    parser.add_argument("--rounds", type=int, default=5, help="queues for each size")
+    parser.add_argument("--sizes", type=count, nargs="+", default=[4, 16])
+    parser.add_argument("--preset", choices=sorted(PRESETS), default="paper", help="thresholds of the entropy rules")
+    parser.add_argument("--rounds", type=count, default=5, help="queues for each size")
     parser.add_argument("--lag", type=int, choices=(1, 2), default=LAG)
     parser.add_argument("--out", type=Path, default=TRACES.with_name("batch-h200-gears"), help="without an ending")
     options = parser.parse_args()
-    table, traces = read_costs(options.costs), load(options.traces)
-    if max(options.sizes) > table.batches[-1]:
-        parser.error(f"the cost table ends at batch {table.batches[-1]}: name sizes up to that, or calibrate further")
+    table, traces = read_inputs(parser, options)
+    for size in options.sizes:
+        costs_at(parser, table, size)
     sizes = {
         size: play(traces.traces, table, size, options.preset, options.rounds, options.lag)
         for size in tqdm(options.sizes, desc="batch sizes")
@@ -135,7 +136,6 @@ def main() -> None:
     }
     notes = [f"`{record['command']}`, simulated.", f"\nCosts: {record['costs']}."]
     text = markdown(sizes, notes)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.with_suffix(".json").write_text(json.dumps(record) + "\n")
     options.out.with_suffix(".md").write_text(text)
     print(text)

@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from sdsie_sglang.eval.cost_table import read_costs
+from sdsie_sglang.eval.arguments import count, one_line
 from sdsie_sglang.eval.headline import this_command, today
 from sdsie_sglang.eval.lab import SEED
+from sdsie_sglang.eval.lab_input import read_inputs
 from sdsie_sglang.eval.oracle import plays_oracle
 from sdsie_sglang.eval.simulate import LAG, plays_policy
 from sdsie_sglang.eval.simulate_batch import mixed_queue, replay_batch
-from sdsie_sglang.eval.trace import TRACES, Trace, load
+from sdsie_sglang.eval.trace import TRACES, Trace
 from sdsie_sglang.gears import PRESETS, Policy, PolicySettings, build_policy
 from sdsie_sglang.gears.cost import CostPolicy
 from sdsie_sglang.gears.cost_table import CostTable
@@ -223,13 +224,15 @@ def main() -> None:
     )
     parser.add_argument("--traces", type=Path, default=TRACES)
     parser.add_argument("--cost-table", "--costs", dest="costs", type=Path)
-    parser.add_argument("--rounds", type=int, default=20, help="queues for each kind of traffic")
+    parser.add_argument("--rounds", type=count, default=20, help="queues for each kind of traffic")
     parser.add_argument("--lag", type=int, choices=(1, 2), default=LAG, help="1 without overlap scheduling")
     parser.add_argument("--out", type=Path, default=TRACES.with_name("mixed-h200-gears"), help="without an ending")
     options = parser.parse_args()
-    table, traces = read_costs(options.costs), load(options.traces).traces
+    table, traces = read_inputs(parser, options)
+    with one_line(parser):
+        Kinds.of(traces.traces)
     with tqdm(total=len(TRAFFIC) * options.rounds, desc="queues") as progress:
-        found = study(traces, table, options.rounds, options.lag, progress.update)
+        found = study(traces.traces, table, options.rounds, options.lag, progress.update)
     record = {
         "kind": "simulation",
         "verdict": verdict(found),
@@ -242,7 +245,6 @@ def main() -> None:
         "date": today(),
     }
     text = markdown(record)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
     options.out.with_suffix(".md").write_text(text)
     print(text)

@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 from scipy.stats import spearmanr
 
+from sdsie_sglang.eval.arguments import count
 from sdsie_sglang.eval.contenders import Contender
-from sdsie_sglang.eval.cost_table import read_costs
 from sdsie_sglang.eval.headline import this_command, today
 from sdsie_sglang.eval.lab import MAX_REPEATED, Played, interval, play, speed
+from sdsie_sglang.eval.lab_input import costs_at, need_gears, read_inputs
 from sdsie_sglang.eval.simulate import LAG, plays_policy
-from sdsie_sglang.eval.trace import TRACES, Trace, load
+from sdsie_sglang.eval.trace import TRACES, Trace
 from sdsie_sglang.gears import PRESETS, PolicySettings, build_policy
 from sdsie_sglang.gears.cost_table import CostTable, GearCosts
 
@@ -195,14 +196,13 @@ def main() -> None:
     )
     parser.add_argument("--traces", type=Path, default=TRACES)
     parser.add_argument("--cost-table", "--costs", dest="costs", type=Path)
-    parser.add_argument("--batch", type=int, default=1, help="whose costs to take; one request is simulated")
+    parser.add_argument("--batch", type=count, default=1, help="whose costs to take; one request is simulated")
     parser.add_argument("--lag", type=int, choices=(1, 2), default=LAG, help="1 without overlap scheduling")
     parser.add_argument("--out", type=Path, default=TRACES.with_name("original-h200-gears"), help="without an ending")
     options = parser.parse_args()
-    table, traces = read_costs(options.costs), load(options.traces).traces
-    if missing := set(NEEDS) - set(table.gears):
-        parser.error(f"the cost table lacks gears {sorted(missing)}")
-    costs = table.at(options.batch)
+    table, read = read_inputs(parser, options)
+    need_gears(parser, table, NEEDS)
+    costs, traces = costs_at(parser, table, options.batch), read.traces
     rows = sweep(traces, costs, options.lag)
     moved = movement(rows)
     record = {
@@ -218,7 +218,6 @@ def main() -> None:
         "date": today(),
     }
     text = markdown(record, table)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
     options.out.with_suffix(".md").write_text(text)
     print(text)

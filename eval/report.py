@@ -304,7 +304,7 @@ def headline_figures(summary: Summary, folder: Path) -> list[headline.Figure]:
             found.append(
                 headline.Figure(
                     name=name, value=estimate.value + shift, low=low, high=high, unit="1",
-                    where=machine.where(part.machine), record=_in_repository(folder / part.part),
+                    where=machine.where(part.machine), record=headline.in_repository(folder / part.part),
                     command=" && ".join(summary.commands), date=headline.today(), note=f"part {part.part}; {note}",
                 )
             )  # fmt: skip
@@ -322,11 +322,6 @@ def headline_figures(summary: Summary, folder: Path) -> list[headline.Figure]:
                 add(f"{b.family}_over_plain_demo_bs1", b.change.speed, note)
                 add(f"{b.family}_over_plain_demo_bs1_energy", b.change.energy, note)
     return list({f.name: f for f in reversed(found)}.values())  # the first part that has a figure
-
-
-def _in_repository(path: Path) -> str:
-    resolved = path.resolve()
-    return str(resolved.relative_to(headline.ROOT)) if resolved.is_relative_to(headline.ROOT) else path.name
 
 
 def write(folder: Path) -> Summary:

@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from sdsie_sglang.eval.cost_table import read_costs
+from sdsie_sglang.eval.arguments import count
 from sdsie_sglang.eval.headline import this_command, today
 from sdsie_sglang.eval.lab import SEED, interval
+from sdsie_sglang.eval.lab_input import costs_at, read_inputs
 from sdsie_sglang.eval.simulate import LAG, replay
-from sdsie_sglang.eval.trace import TRACES, Trace, load
+from sdsie_sglang.eval.trace import TRACES, Trace
 from sdsie_sglang.gears import Observation, RequestGate
 from sdsie_sglang.gears.cost_table import GearCosts
 
@@ -137,16 +138,17 @@ def main() -> None:
     )
     parser.add_argument("--traces", type=Path, default=TRACES)
     parser.add_argument("--cost-table", "--costs", dest="costs", type=Path)
-    parser.add_argument("--batch", type=int, default=1, help="whose costs to take")
+    parser.add_argument("--batch", type=count, default=1, help="whose costs to take")
     parser.add_argument("--signals", nargs="+", choices=sorted(SIGNALS), default=["entropy", "accepted"])
-    parser.add_argument("--folds", type=int, default=FOLDS)
+    parser.add_argument("--folds", type=count, default=FOLDS)
     parser.add_argument("--out", type=Path, default=TRACES.with_name("signal-h200-gears.json"))
     options = parser.parse_args()
-    table, traces = read_costs(options.costs), load(options.traces).traces
+    table, read = read_inputs(parser, options)
+    costs, traces = costs_at(parser, table, options.batch), read.traces
     rows: dict[str, Any] = {}
     for lag in (1, 2):
         for signal in tqdm(options.signals, desc=f"lag {lag}"):
-            search = Search(traces, table.at(options.batch), signal, lag)
+            search = Search(traces, costs, signal, lag)
             rows[f"{signal}, lag {lag}"] = row = worth(search, len(traces), options.folds)
             tqdm.write(
                 f"{signal}, lag {lag}: {row['with_hindsight']:.3f} of fixed K={row['best_fixed']} with hindsight, "
@@ -161,7 +163,6 @@ def main() -> None:
         "command": this_command(),
         "date": today(),
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -7,6 +7,7 @@ be replayed exactly: see `eval/simulate.py`.
 
 import argparse
 import json
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from sdsie_sglang.demo import DemoError, compose
 from sdsie_sglang.demo.llama import Llama
 from sdsie_sglang.demo.replay import ServedText, repeated_share
 from sdsie_sglang.eval import machine
+from sdsie_sglang.eval.arguments import count, one_line
 from sdsie_sglang.eval.draft_chains import draft_chains
 from sdsie_sglang.eval.headline import ROOT, this_command, today
 from sdsie_sglang.gears.settings import MAX_K
@@ -134,11 +136,22 @@ def save(path: Path, traces: Sequence[Trace], about: dict[str, Any]) -> None:
 
 
 def load(path: Path = TRACES) -> TraceSet:
-    """Raises ValueError if the file has another format."""
+    """Raises ValueError with one line if the file is no trace file, of another format, or empty."""
+    try:
+        with path.open("rb") as opened:
+            whole = zipfile.is_zipfile(opened)
+    except OSError as error:
+        raise ValueError(f"traces {path}: {error.strerror}") from None
+    if not whole:
+        raise ValueError(f"traces {path}: not a trace file, or a part of one: write it with eval.trace")
     with np.load(path) as file:
+        if "about" not in file:
+            raise ValueError(f"traces {path}: not written by eval.trace")
         about = json.loads(str(file["about"]))
         if about.pop("format") != FORMAT:
-            raise ValueError(f"{path} is not of format {FORMAT}: write it anew")
+            raise ValueError(f"traces {path}: not of format {FORMAT}: write them anew with eval.trace")
+        if not about["answers"]:
+            raise ValueError(f"traces {path}: there is no answer in them")
         ends = np.cumsum(file["length"])[:-1]
         columns = [
             np.split(file[name].astype(kind), ends)
@@ -158,18 +171,33 @@ def _named(parts: Sequence[np.ndarray]) -> dict[str, Any]:
     return dict(zip(("entropy_bits", "run", "draft_entropy_bits", "draft_top_probability"), parts, strict=True))
 
 
+def read_answers(path: Path) -> dict[str, Any]:
+    """A record of plain greedy answers. Raises ValueError with one line."""
+    try:
+        record = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"answers {path}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise ValueError(f"answers {path}: not JSON") from None
+    if not isinstance(record, dict) or not record.get("answers"):
+        raise ValueError(f"answers {path}: there is no answer in them")
+    return record
+
+
 def main() -> None:
     """Trace every answer of a record and write the file."""
     parser = argparse.ArgumentParser(prog="python -m sdsie_sglang.eval.trace", description=__doc__)
     parser.add_argument("--answers", type=Path, default=ANSWERS, help="record of plain greedy answers")
-    parser.add_argument("--limit", type=int, help="only the first answers")
+    parser.add_argument("--limit", type=count, help="only the first answers")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=TRACES)
     options = parser.parse_args()
+    with one_line(parser):
+        record = read_answers(options.answers)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
     models = compose()
     if models.draft is None:
         raise DemoError("the draft's weights are not shipped with this checkout")
-    record = json.loads(options.answers.read_text())
     target, draft = (
         Llama.from_checkpoint(folder).float().to(options.device) for folder in (models.target, models.draft)
     )

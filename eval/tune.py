@@ -19,12 +19,13 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from sdsie_sglang.eval.arguments import count
 from sdsie_sglang.eval.bayes import maximise
-from sdsie_sglang.eval.cost_table import read_costs
 from sdsie_sglang.eval.headline import this_command, today
 from sdsie_sglang.eval.lab import interval
+from sdsie_sglang.eval.lab_input import costs_at, need_gears, read_inputs
 from sdsie_sglang.eval.simulate import LAG, plays_policy
-from sdsie_sglang.eval.trace import TRACES, Trace, load
+from sdsie_sglang.eval.trace import TRACES, Trace
 from sdsie_sglang.gears import PRESETS, PolicySettings, build_policy
 from sdsie_sglang.gears.cost_table import GearCosts
 
@@ -185,16 +186,17 @@ def main() -> None:
     )
     parser.add_argument("--traces", type=Path, default=TRACES)
     parser.add_argument("--cost-table", "--costs", dest="costs", type=Path)
-    parser.add_argument("--batch", type=int, default=1, help="whose costs to take")
-    parser.add_argument("--k", type=int, nargs="+", help="gears to try while engaged (default: all of the table)")
+    parser.add_argument("--batch", type=count, default=1, help="whose costs to take")
+    parser.add_argument("--k", type=count, nargs="+", help="gears to try while engaged (default: all of the table)")
     parser.add_argument("--lag", type=int, choices=(1, 2), default=LAG)
     parser.add_argument("--steps", type=int, default=30, help="Bayesian steps for each K")
-    parser.add_argument("--folds", type=int, default=FOLDS)
+    parser.add_argument("--folds", type=count, default=FOLDS)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    table = read_costs(options.costs)
+    table, traces = read_inputs(parser, options)
     ks = options.k or [k for k in table.gears if k]
-    score = Score(load(options.traces).traces, table.at(options.batch), options.lag)
+    need_gears(parser, table, [0, *ks])
+    score = Score(traces.traces, costs_at(parser, table, options.batch), options.lag)
     with tqdm(total=len(grid(ks)), desc="grid", unit="policy") as progress:
         report = tune(score, ks, options.steps, options.folds, progress.update)
     report |= {
@@ -203,7 +205,6 @@ def main() -> None:
         "command": this_command(),
         "date": today(),
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(report["settings"], indent=1) + "\n")
     options.out.with_suffix(".report.json").write_text(json.dumps(report, indent=1) + "\n")
     picture = options.out.with_suffix(".png")

@@ -87,4 +87,4 @@ def test_a_table_without_gear_5_is_refused(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as caught:
         lab_original.main()
     assert caught.value.code == 2
-    assert "lacks gears [5]" in capsys.readouterr().err
+    assert "has gears [0, 3], not [5]" in capsys.readouterr().err

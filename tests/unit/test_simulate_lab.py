@@ -8,7 +8,7 @@ import pytest
 from sdsie_sglang.eval.confirm import Served, compare
 from sdsie_sglang.eval.contenders import contenders, left_out
 from sdsie_sglang.eval.cost_table import read_costs
-from sdsie_sglang.eval.lab import ALL, figures, groups, interval, markdown, play, summarise, verdict
+from sdsie_sglang.eval.lab import ALL, figures, groups, half, interval, markdown, play, summarise, verdict
 from sdsie_sglang.eval.lab_figure import draw
 from sdsie_sglang.eval.simulate import replay
 from sdsie_sglang.eval.trace import TRACES, load
@@ -67,6 +67,8 @@ def test_headline_figures_say_that_they_are_simulated(summary):
         "cost_gate_over_oracle",
         "cost_gate_over_best_fixed",
     }
+    default = figures(record, whole_table(), TRACES)
+    assert {figure.record for figure in default} == {"eval/results/traces/demo-draft.npz"}
     assert all("simulated" in figure.note for figure in found.values())
     assert found["cost_gate_over_oracle"].value <= 1.0
 
@@ -100,3 +102,18 @@ def test_a_server_that_did_as_simulated_agrees():
     other = Served("entropy", trace.id, [9, *range(1, 60)], gears[::-1], run.ms / 1000)
     result = compare([other], settings, table, {trace.id: TRACES_27[3]}, answers, lag=1)
     assert (result.same_text, result.same_gears) == (0, 0)
+
+
+def test_a_cold_cost_gate_keeps_up_on_prompts_that_its_constants_were_not_chosen_on():
+    """At the H200's costs: 0.99 of the better of plain and fixed K = 5 on every category, the learning included."""
+    traces, table = half(TRACES_27, "held-out"), read_costs(None)
+    wanted = {name: contenders(table)[name] for name in ("plain", "fixed K=5", "cost gate", "oracle")}
+    found = summarise({name: play(each, traces, table.at(1), 8) for name, each in wanted.items()}, traces)
+    worst = {name: group["rows"]["cost gate"]["over_best_constant"] for name, group in found.items()}
+    assert min(worst.values()) >= 0.99, worst
+
+
+def test_halves_part_the_prompts():
+    seen, held_out = half(TRACES_27, "seen"), half(TRACES_27, "held-out")
+    assert {t.id for t in seen} | {t.id for t in held_out} == {t.id for t in half(TRACES_27, "both")}
+    assert (len(seen), len(held_out)) == (13, 14)
