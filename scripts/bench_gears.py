@@ -131,6 +131,7 @@ def server_plans(
     return plans
 
 
+SWITCHING_CYCLES = 36
 EAGLE3 = ("eagle3-chain5", "eagle3-tree")
 GEMV = ("plain-gemv", "standalone-gemv")
 VARIANTS: dict[str, tuple[str, dict[str, Any] | None]] = {
@@ -245,6 +246,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             print(f"batch {batch}: measured", flush=True)
         if args.profile:
             record["profiles"] = profile_all(servers, args.batch)
+            record["timelines"] = {"switching, batch 1": switching_timeline(servers)}
             record["k5_floor_ms"] = weights_gb("8b", "1b") / record["copy_tb_per_s"]
     return record
 
@@ -266,6 +268,15 @@ def profile_all(servers: Mapping[str, Server], batches: list[int]) -> dict[str, 
         for batch in batches:
             profiles[f"{name}, batch {batch}"] = summarise(trace(servers[server_name], batch))
     return profiles
+
+
+def switching_timeline(servers: dict[str, Server]) -> list[dict[str, float]]:
+    """Two changes to gear K and two back, graph by graph."""
+    from profile_cycle import timeline, trace
+
+    server_name, policy = VARIANTS["switching"]
+    servers[server_name].set_policy(**(policy or {}))
+    return timeline(trace(servers[server_name], 1, SWITCHING_CYCLES))
 
 
 def weights_gb(target: str, draft: str, k: int = 5) -> float:

@@ -34,6 +34,7 @@ KINDS = {
     "argmax, sampling, entropy": r"argmax|topk|softmax|sample|entropy|arg_max|verify_tree|reduce",
     "copies": r"memcpy|memset|copy|fill",
 }
+MOST_GAPS = 12
 GRAPH_KERNELS = 40  # a launch with more kernels than this is a model's graph
 
 
@@ -124,11 +125,46 @@ def summarise(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "host_waits_us": sum(e["dur"] for e in waits) / cycles,
         "host_in_calls_us": sum(e["dur"] for e in host if e not in waits) / cycles,
         "stages": stages,
+        "gaps": gaps(launches, edges[0], edges[-1], cycles),
     }  # fmt: skip
 
 
-def trace(server: Server, batch: int) -> list[dict[str, Any]]:
-    """Chrome-trace events of some steady cycles."""
+def gaps(launches: Sequence[Launch], first: float, last: float, cycles: int) -> list[dict[str, Any]]:
+    """Where nothing runs for longest: between which kernels, how often a cycle, and for how long a cycle in all."""
+    found: dict[tuple[str, str], tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+    reached, before = first, ""
+    for launch in launches:
+        if first <= launch.start < last and before and launch.start > reached:
+            times, us = found[before, launch.kernels[0][0][:40]]
+            found[before, launch.kernels[0][0][:40]] = (times + 1 / cycles, us + (launch.start - reached) / cycles)
+        if launch.end > reached:
+            reached, before = launch.end, launch.kernels[-1][0][:40]
+    longest = sorted(found.items(), key=lambda item: -item[1][1])[:MOST_GAPS]
+    return [{"after": a, "before": b, "times": times, "us": us} for (a, b), (times, us) in longest]
+
+
+def timeline(events: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
+    """Every graph of a trace in order: its kernels, when it starts and ends, and how long nothing ran since the graph
+    before it. For cycles that are not alike, as where gears change."""
+    launches = launches_of(events)
+    rows: list[dict[str, float]] = []
+    reached = idle = 0.0
+    for launch in launches:
+        if reached:
+            idle += max(0.0, launch.start - reached)
+        if len(launch.kernels) > GRAPH_KERNELS:
+            start = launch.start - launches[0].start
+            rows.append(
+                {"kernels": len(launch.kernels), "start_us": round(start, 1),
+                 "end_us": round(start + launch.end - launch.start, 1), "idle_us": round(idle, 1)}
+            )  # fmt: skip
+            idle = 0.0
+        reached = max(reached, launch.end)
+    return rows
+
+
+def trace(server: Server, batch: int, cycles: int = CYCLES) -> list[dict[str, Any]]:
+    """Chrome-trace events of some cycles in the middle of an answer."""
     folder = Path(tempfile.mkdtemp(prefix="sdsie-profile-"))
     prompts = [[(7 * i + 31 * j) % 1000 + 10 for j in range(64)] for i in range(batch)]
     body = {"input_ids": prompts, "sampling_params": {"temperature": 0.0, "max_new_tokens": 600, "ignore_eos": True}}
@@ -136,7 +172,7 @@ def trace(server: Server, batch: int) -> list[dict[str, Any]]:
     server.post("/generate", {**body, "sampling_params": {**body["sampling_params"], "max_new_tokens": 60}})  # type: ignore[dict-item]
     burst.start()
     time.sleep(0.4)
-    options = {"output_dir": str(folder), "num_steps": CYCLES, "activities": ["GPU"], "with_stack": False}
+    options = {"output_dir": str(folder), "num_steps": cycles, "activities": ["GPU"], "with_stack": False}
     server.post("/start_profile", options).raise_for_status()
     burst.join()
     deadline = time.monotonic() + 60
@@ -172,6 +208,21 @@ def table(record: dict[str, Any]) -> str:
             text = ", ".join(f"{kind} {us:.0f} ({times:.0f})" for kind, (times, us) in kinds)
             numbers = f"{row['launches']:.1f} | {row['kernels']:.0f} | {row['busy_us']:.0f} | {row['span_us']:.0f}"
             lines.append(f"| {stage} | {numbers} | {text} |")
+        if longest := profile.get("gaps"):
+            told = (f"{g['us']:.0f} ({g['times']:.1f}) {g['after']} → {g['before']}" for g in longest)
+            lines += ["", "Nothing runs, us a cycle (times): " + "; ".join(told)]
+    for name, rows in record.get("timelines", {}).items():
+        lines += [
+            "",
+            f"### {name}, graph by graph",
+            "",
+            "| kernels | start, us | lasts | idle before |",
+            "|---|---|---|---|",
+        ]
+        lines += [
+            f"| {row['kernels']} | {row['start_us']:.0f} | {row['end_us'] - row['start_us']:.0f} | {row['idle_us']:.0f} |"
+            for row in rows
+        ]
     return "\n".join(lines)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-from profile_cycle import covered_us, summarise, table
+from profile_cycle import covered_us, summarise, table, timeline
 
 GRAPHS = ((50, 5.0), (60, 5.0), (70, 10.0))  # kernels and their spacing in us; the last is the target's
 LOOSE = 3
@@ -57,14 +57,32 @@ def test_overlapping_kernels_count_once():
     assert covered_us([(0.0, 4.0), (1.0, 2.0), (3.0, 6.0), (8.0, 9.0)]) == 7.0
 
 
+def test_gaps_are_named_by_the_kernels_around_them():
+    longest = summarise(events(8))["gaps"]
+    around = {(gap["after"], gap["before"]): (gap["times"], gap["us"]) for gap in longest}
+    assert around["fill_kernel", "fill_kernel"] == (pytest.approx(LOOSE - 1), pytest.approx((LOOSE - 1) * GAP_US))
+    assert around["nvjet_gemm", "rms_norm"] == (pytest.approx(2.0), pytest.approx(2 * GAP_US)), "graph to graph"
+
+
+def test_a_timeline_has_every_graph_and_the_idle_time_before_it():
+    rows = timeline(events(2))
+    assert [row["kernels"] for row in rows] == [50, 60, 70, 50, 60, 70]
+    assert rows[1]["start_us"] == pytest.approx(50 * 5.0)
+    assert rows[1]["end_us"] == pytest.approx(50 * 5.0 + 60 * 5.0 - GAP_US)
+    assert rows[3]["idle_us"] == pytest.approx((LOOSE + 1) * GAP_US)
+
+
 def test_the_table_names_every_stage():
     record = {
         "machine": {"gpus": [{"name": "a GPU"}], "cores": 1, "cpu": "a CPU"},
         "date": "2026-01-01",
         "command": "measure",
         "profiles": {"k5, batch 1": summarise(events(8))},
+        "timelines": {"switching": timeline(events(2))},
     }
     text = table(record)
     assert "### k5, batch 1" in text
     assert text.count("| graph of") == 2
     assert "| target, graph of 70 kernels | 1.0 | 70 |" in text
+    assert "### switching, graph by graph" in text
+    assert "fill_kernel → fill_kernel" in text
