@@ -219,10 +219,9 @@ def table(record: dict[str, Any]) -> str:
             "| kernels | start, us | lasts | idle before |",
             "|---|---|---|---|",
         ]
-        lines += [
-            f"| {row['kernels']} | {row['start_us']:.0f} | {row['end_us'] - row['start_us']:.0f} | {row['idle_us']:.0f} |"
-            for row in rows
-        ]
+        for row in rows:
+            lasts = row["end_us"] - row["start_us"]
+            lines.append(f"| {row['kernels']} | {row['start_us']:.0f} | {lasts:.0f} | {row['idle_us']:.0f} |")
     return "\n".join(lines)
 
 
