@@ -6,6 +6,10 @@
     python scripts/bench_int4_gemm.py --dram                           # DRAM bytes by ncu, needs its permissions
     python scripts/bench_int4_gemm.py --tune                           # measure tiles first, keep them on disk
 
+A rival that does not import or compile, or whose seconds are used up (--rival-seconds: preparation, autotuning and timing
+over the whole run), is left out from then on and named, with the reason, in the record and beside the figure; the
+cells that it has by then count.
+
 Every figure is a CUDA-graph replay over copies of the weight that together exceed the L2 three times, so each product
 reads its weight from memory. Each repeat is one timed batch of replays; medians and the spread over repeats are kept.
 """
@@ -16,10 +20,13 @@ import io
 import json
 import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
@@ -32,6 +39,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from sdsie_sglang.eval import headline  # noqa: E402
 from sdsie_sglang.kernels.int4_gemm import gemm, int4_gemm, pack, quantize, tune_shape  # noqa: E402
 from sdsie_sglang.kernels.int4_gemm import tiles as tile_tables  # noqa: E402
 from sdsie_sglang.kernels.int4_gemm.pack import QuantizedWeight  # noqa: E402
@@ -46,8 +54,44 @@ RECORDS = ROOT / "eval" / "results" / "int4_gemm"
 Call = Callable[[Tensor], Tensor]
 
 
+BEST_RIVAL_REQUIRED = 1.0
+MOST_ERROR = 0.05
+"""Relative, of a whole product: weights are the same for all, so with more than that it is a wrong one."""
+
+
 class Unavailable(Exception):
     """Why a provider can't run here."""
+
+
+class OutOfTime(BaseException):
+    """No Exception, which an autotuner may take for a configuration that fails."""
+
+
+class Budget:
+    """Seconds that each rival may take in a run; others may take what they need."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.used = dict.fromkeys(RIVALS, 0.0)
+
+    @contextmanager
+    def of(self, provider: str) -> Iterator[None]:
+        """Raises OutOfTime within, at the next step of Python, once the provider's seconds are used up."""
+        if provider not in self.used:
+            yield
+            return
+
+        def stop(number: int, frame: object) -> None:
+            raise OutOfTime
+
+        earlier, started = signal.signal(signal.SIGALRM, stop), time.monotonic()
+        try:
+            signal.setitimer(signal.ITIMER_REAL, max(1e-3, self.seconds - self.used[provider]))
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, earlier)
+            self.used[provider] += time.monotonic() - started
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -99,8 +143,8 @@ def gemlite_calls(weight: QuantizedWeight, copies: int, dtype: torch.dtype) -> l
     try:
         import gemlite
         from gemlite.helper import A16Wn
-    except ImportError as error:
-        raise Unavailable(f"gemlite is not installed ({error})") from error
+    except Exception as error:  # not installed, or not for this Triton
+        raise Unavailable(f"gemlite does not import ({type(error).__name__}: {error})") from error
     if os.environ.get("GEMLITE_AUTOTUNE"):
         gemlite.set_autotune(os.environ["GEMLITE_AUTOTUNE"])
     zeros = torch.full_like(weight.scales, 8.0)
@@ -113,6 +157,13 @@ def gemlite_calls(weight: QuantizedWeight, copies: int, dtype: torch.dtype) -> l
     return [lambda x, layer=layer: layer(x) for layer in layers]
 
 
+def gptq_words(q: Tensor) -> Tensor:
+    """Codes [N, K] as GPTQ stores them: int32 words [K / 8, N], the lowest k in the lowest four bits."""
+    n, k = q.shape
+    by_eight = q.T.to(torch.int32).reshape(k // 8, 8, n)
+    return sum(by_eight[:, i] << (4 * i) for i in range(8)).to(torch.int32).contiguous()
+
+
 def marlin_calls(weight: QuantizedWeight, copies: int, dtype: torch.dtype) -> list[Call]:
     """SGLang's Marlin (uint4b8, compiled by SGLang at first use)."""
     try:
@@ -123,8 +174,7 @@ def marlin_calls(weight: QuantizedWeight, copies: int, dtype: torch.dtype) -> li
     except Exception as error:  # whatever keeps SGLang from importing here
         raise Unavailable(f"SGLang's Marlin does not import ({type(error).__name__}: {error})") from error
     n, k = weight.q.shape
-    q = weight.q.T.to(torch.int32).reshape(k // 8, 8, n)
-    words = sum(q[:, i] << (4 * i) for i in range(8)).to(torch.int32).contiguous()
+    words = gptq_words(weight.q)
     empty = torch.empty(0, dtype=torch.int32, device="cuda")
     packed = gptq_marlin_repack(words, empty, k, n, 4)
     scales = marlin_permute_scales(weight.scales.T.contiguous(), k, n, weight.group)
@@ -159,7 +209,26 @@ def bytes_moved(provider: str, n: int, k: int, m: int, group: int) -> int:
     return weight + 2 * m * (n + k)
 
 
-def measure_shape(model: str, layer: str, args: argparse.Namespace, skipped: dict[str, str]) -> list[dict[str, Any]]:
+def leave_out(
+    provider: str, reason: BaseException, skipped: dict[str, str], budget: Budget, cell: str | None = None
+) -> None:
+    """Notes why a rival is not measured from here on, or in one cell. Anything else that fails ends the run."""
+    if provider not in RIVALS:
+        raise reason
+    name = provider if cell is None or isinstance(reason, OutOfTime) else f"{provider} at {cell}"
+    if isinstance(reason, OutOfTime):
+        said = f"its {budget.seconds:.0f} s were used up"
+    else:
+        said = " ".join(
+            (str(reason) if isinstance(reason, Unavailable) else f"{type(reason).__name__}: {reason}").split()
+        )
+    skipped[name] = said[:300]
+    print(f"leaving out {name}: {skipped[name]}", flush=True)
+
+
+def measure_shape(
+    model: str, layer: str, args: argparse.Namespace, skipped: dict[str, str], budget: Budget
+) -> list[dict[str, Any]]:
     """All providers of one weight at every M, M by M, so that providers share the GPU's temperature and clocks."""
     n, k = SHAPES[model][layer]
     dtype = getattr(torch, args.dtype)
@@ -172,25 +241,26 @@ def measure_shape(model: str, layer: str, args: argparse.Namespace, skipped: dic
             continue
         copies = max(2, min(64, -(-3 * l2 // bytes_moved(provider, n, k, 0, args.group))))
         try:
-            calls[provider] = PROVIDERS[provider](weight, copies, dtype)
-        except Unavailable as reason:
-            skipped[provider] = str(reason)
-            print(f"skipping {provider}: {reason}", flush=True)
+            with budget.of(provider):
+                calls[provider] = PROVIDERS[provider](weight, copies, dtype)
+        except (Exception, OutOfTime) as reason:
+            leave_out(provider, reason, skipped, budget)
     reference = weight.dequantize()
     rows = []
     for m in args.m:
         x = torch.randn(m, k, device="cuda").to(dtype)
         exact = x.float() @ reference.T
         for provider, functions in calls.items():
-            if provider in RIVALS and m > args.rivals_up_to:
+            if provider in skipped or (provider in RIVALS and m > args.rivals_up_to):
                 continue
             try:
-                error = ((functions[0](x).float() - exact).norm() / exact.norm()).item()
-                times = gemm.graph_us([partial(f, x) for f in functions], args.repeats, args.replays)
-            except Exception as failure:  # a rival that fails on one shape must not end the run
-                if provider in ("int4", "cublas"):
-                    raise
-                print(f"{provider} failed at {n}x{k}, M={m}: {type(failure).__name__}: {failure}", flush=True)
+                with budget.of(provider):
+                    error = ((functions[0](x).float() - exact).norm() / exact.norm()).item()
+                    if not error < MOST_ERROR:
+                        raise Unavailable(f"its product is {error:.2g} off")
+                    times = gemm.graph_us([partial(f, x) for f in functions], args.repeats, args.replays)
+            except (Exception, OutOfTime) as reason:
+                leave_out(provider, reason, skipped, budget, f"{n}x{k}, M={m}")
                 continue
             times = [round(us, 3) for us in times]
             median = statistics.median(times)
@@ -239,19 +309,37 @@ def ratios(rows: list[dict[str, Any]], m: int, model: str = "8b") -> tuple[float
     return geometric_mean([a["us"] / b["us"] for a, b in pairs]), min(by_repeat), max(by_repeat)
 
 
-def rival_ratio(rows: list[dict[str, Any]]) -> tuple[float, float, float, list[str]] | None:
-    """Time of the fastest rival over ours at M <= 16, geometric mean, lowest and highest cell."""
+def rival_ratio(rows: list[dict[str, Any]]) -> tuple[float, float, float, dict[str, int], int] | None:
+    """Time of the fastest rival over ours at M <= 16, geometric mean, lowest and highest cell; each rival's cells, and
+    how many there are of ours. A cell without any rival is left out."""
     cells: dict[tuple[str, str, int], dict[str, float]] = {}
     for row in rows:
         if row["m"] <= 16 and row["model"] == "8b":
             cells.setdefault((row["model"], row["layer"], row["m"]), {})[row["provider"]] = row["us"]
-    found, seen = [], set()
-    for us in cells.values():
+    found, seen = [], dict.fromkeys(RIVALS, 0)
+    ours = [us for us in cells.values() if "int4" in us]
+    for us in ours:
         rivals = {name: us[name] for name in RIVALS if name in us}
-        if rivals and "int4" in us:
+        for name in rivals:
+            seen[name] += 1
+        if rivals:
             found.append(min(rivals.values()) / us["int4"])
-            seen |= rivals.keys()
-    return (geometric_mean(found), min(found), max(found), sorted(seen)) if found else None
+    return (geometric_mean(found), min(found), max(found), seen, len(ours)) if found else None
+
+
+def rivals_said(record: dict[str, Any]) -> str:
+    """Which rivals a record's figure is against, and which are missing or incomplete, with the reason."""
+    found = rival_ratio(record["rows"])
+    if found is None:
+        return ""
+    _, _, _, seen, cells = found
+    said = [name for name, count in seen.items() if count == cells]
+    reasons = record.get("skipped", {})
+    for name, count in seen.items():
+        if count < cells:
+            why = next((said for at, said in reasons.items() if at.split(" at ")[0] == name), "not asked for")
+            said.append(f"{name} in {count} of {cells} cells ({why})" if count else f"without {name} ({why})")
+    return ", ".join(said)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -306,13 +394,11 @@ def environment() -> dict[str, Any]:
 
 def write_headlines(record: dict[str, Any], path: Path) -> None:
     """The figures that the INT4 issue names, from a record."""
-    from sdsie_sglang.eval import headline
-
     where = f"one {record['environment']['gpu'].removeprefix('NVIDIA ')}"
     common = {
         "where": where,
-        "record": str(path.relative_to(ROOT)),
-        "command": "python scripts/bench_int4_gemm.py --headline --dram",
+        "record": str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path),
+        "command": record.get("command", "python scripts/bench_int4_gemm.py --headline --dram"),
         "date": record["environment"]["date"][:10],
     }
     required = {1: 2.5, 6: 2.2, 8: 2.2, 16: 1.8, 256: 0.75, 2048: 0.75}
@@ -329,9 +415,13 @@ def write_headlines(record: dict[str, Any], path: Path) -> None:
             entries.append({"name": f"int4_over_bf16_m{m}", "value": value, "low": low, "high": high, "unit": "1",
                             "note": note, **common})  # fmt: skip
     rival = rival_ratio(record["rows"])
-    if rival and set(rival[3]) == set(RIVALS):  # the best of some of them is another figure
+    if rival:
         value, low, high = (round(v, 3) for v in rival[:3])
-        note = f"fastest of {', '.join(RIVALS)} over ours, geometric mean over M <= 16 and Llama-8B's linear shapes"
+        note = (
+            f"fastest of {rivals_said(record)}; its time over ours, geometric mean over M <= 16 and Llama-8B's shapes"
+        )
+        if value < BEST_RIVAL_REQUIRED:
+            note += f"; below the required {BEST_RIVAL_REQUIRED}"
         entries.append({"name": "int4_over_best_rival_m_le_16", "value": value, "low": low, "high": high, "unit": "1",
                         "note": note + "; low and high are single cells", **common})  # fmt: skip
     if record.get("dram"):
@@ -390,6 +480,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
     parser.add_argument("--providers", nargs="+", choices=list(PROVIDERS), default=list(PROVIDERS))
     parser.add_argument("--rivals-up-to", type=int, default=2048, help="largest M at which rivals are timed")
+    parser.add_argument("--rival-seconds", type=float, default=150.0, help="that each rival may take in all")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--replays", type=int, default=3)
     parser.add_argument("--tune", action="store_true", help="tune every shape first and keep the tiles on disk")
@@ -424,7 +515,7 @@ def main() -> None:
                 print(f"{model} M={m}: {found[0]:.2f} times cuBLAS bf16 ({found[1]:.2f} to {found[2]:.2f})")
     rival = rival_ratio(record["rows"])
     if rival:
-        print(f"fastest of {', '.join(rival[3])}, M <= 16: {rival[0]:.2f} ({rival[1]:.2f} to {rival[2]:.2f})")
+        print(f"fastest of {rivals_said(record)}; M <= 16: {rival[0]:.2f} ({rival[1]:.2f} to {rival[2]:.2f})")
     if args.headline:
         write_headlines(record, path)
     if args.plot:
@@ -441,14 +532,17 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], Path]:
             for n, k in SHAPES[model].values():
                 tune_shape(n, k, args.group, getattr(torch, args.dtype))
     skipped: dict[str, str] = {}
+    budget = Budget(args.rival_seconds)
     rows = []
     for model in args.shapes:
         for layer in SHAPES[model]:
-            rows += measure_shape(model, layer, args, skipped)
+            rows += measure_shape(model, layer, args, skipped, budget)
     record: dict[str, Any] = {
         "environment": env,
         "arguments": {key: value for key, value in vars(args).items() if not isinstance(value, Path)},
+        "command": headline.this_command(),
         "skipped": skipped,
+        "rival_seconds_used": {name: round(seconds, 1) for name, seconds in budget.used.items()},
         "rows": rows,
     }
     if args.dram:
