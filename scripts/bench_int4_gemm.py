@@ -6,9 +6,9 @@
     python scripts/bench_int4_gemm.py --dram                           # DRAM bytes by ncu, needs its permissions
     python scripts/bench_int4_gemm.py --tune                           # measure tiles first, keep them on disk
 
-A rival that does not import or compile, or whose seconds are used up (--rival-seconds: preparation, autotuning and timing
-over the whole run), is left out from then on and named, with the reason, in the record and beside the figure; the
-cells that it has by then count.
+A rival that does not import or compile, or whose seconds are used up (--rival-seconds: preparation, autotuning and
+timing over the whole run), is left out from then on and named, with the reason, in the record and beside the figure;
+the cells that it has by then count.
 
 Every figure is a CUDA-graph replay over copies of the weight that together exceed the L2 three times, so each product
 reads its weight from memory. Each repeat is one timed batch of replays; medians and the spread over repeats are kept.
