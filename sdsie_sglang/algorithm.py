@@ -11,6 +11,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from sdsie_sglang.config import ALGORITHM, ConfigError, SdsieConfig, config_from_env
 from sdsie_sglang.int4.checks import find_problem
+from sdsie_sglang.int4.saved_checks import saved_problem
 from sdsie_sglang.telemetry.trace import check_trace_path
 from sdsie_sglang.tensor_parallel import split_problem
 
@@ -156,6 +157,9 @@ def check_int4(args: Any, config: SdsieConfig) -> None:
         dtype=args.dtype,
         resolution_layers=config.resolution_layers,
     )
+    for path in (args.model_path, args.speculative_draft_model_path):
+        if problem is None and path is not None:
+            problem = saved_problem(Path(path).expanduser(), _read_json(path, "config.json"))
     if problem is not None:
         raise ConfigError(problem)
 

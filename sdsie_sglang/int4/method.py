@@ -101,12 +101,13 @@ class SavedInt4LinearMethod(LinearMethodBase):
         groups = -(-k // how.group) if how.group else 1
         table = {"output_dim": 0, **({"input_dim": 1} if how.group else {})}
         scales = scale_dtype(params_dtype)
-        self._add(layer, CODES, torch.empty(n, k // 2, dtype=torch.uint8), {"output_dim": 0, "input_dim": 1})
-        self._add(layer, SCALES, torch.empty(n, groups, dtype=scales), table)
+        # SGLang says nothing of a tensor that a checkpoint lacks: what no file fills stays no number.
+        self._add(layer, CODES, torch.zeros(n, k // 2, dtype=torch.uint8), {"output_dim": 0, "input_dim": 1})
+        self._add(layer, SCALES, torch.full((n, groups), torch.nan, dtype=scales), table)
         if not how.symmetric:
-            self._add(layer, ZEROS, torch.empty(n, groups, dtype=scales), table)
+            self._add(layer, ZEROS, torch.full((n, groups), torch.nan, dtype=scales), table)
         if how.needs_text:
-            self._add(layer, FACTORS, torch.empty(k, dtype=torch.float32), {"input_dim": 0})
+            self._add(layer, FACTORS, torch.full((k,), torch.nan, dtype=torch.float32), {"input_dim": 0})
         for name in self._names():
             set_weight_attrs(getattr(layer, name), extra_weight_attrs)
         layer.params_dtype = params_dtype
@@ -120,8 +121,19 @@ class SavedInt4LinearMethod(LinearMethodBase):
         set_weight_attrs(parameter, attributes)
         layer.register_parameter(name, parameter)
 
+    def _check_filled(self, layer: torch.nn.Module) -> None:
+        """Raises Int4Unsupported where the checkpoint lacked a tensor or a part of a fused one."""
+        unfilled = [name for name in self._names() if name != CODES and not getattr(layer, name).isfinite().all()]
+        # Code 0 is -8, which no symmetric calibration gives a whole row; rows that SGLang pads with have no scale.
+        no_codes = (getattr(layer, CODES).data == 0).all(1) & (getattr(layer, SCALES).data != 0).any(1)
+        if self._how.symmetric and no_codes.any():
+            unfilled.append(CODES)
+        if unfilled:
+            raise Int4Unsupported(f"the checkpoint lacks {self._name}.{unfilled[0]}, or a part of it: write it again")
+
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         how = self._how
+        self._check_filled(layer)
         codes = QuantizedWeight(
             q=unfold_codes(getattr(layer, CODES).data),
             scales=getattr(layer, SCALES).data,

@@ -37,10 +37,17 @@ CALIBRATIONS = MappingProxyType(
 assert set(CALIBRATIONS) == set(get_args(CalibrationName))
 
 
+FUSED = MappingProxyType(
+    {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
+)
+"""What SGLang runs as one layer, by its name for it."""
+
+
 class Int4Settings(BaseModel):
     """Args:
     calibration: how a weight becomes INT4 while it is loaded; a saved checkpoint says its own.
-    exclude: layers whose name contains one of these keep full precision, as `mlp.down_proj` or `layers.0.`.
+    exclude: layers whose name contains one of these keep full precision, as `mlp.down_proj` or `layers.0.`. A name of
+        a part of a fused layer, or of the fused layer, means the whole of it, in checkpoints as in SGLang.
     lm_head: whether the output head is INT4 as well.
     """
 
@@ -58,4 +65,6 @@ class Int4Settings(BaseModel):
 
     def excludes(self, name: str) -> bool:
         """Whether the layer of this name keeps full precision."""
-        return any(part in name for part in self.exclude)
+        parent, dot, own = name.rpartition(".")
+        together = next(((whole, *parts) for whole, parts in FUSED.items() if own in (whole, *parts)), (own,))
+        return any(part in f"{parent}{dot}{each}" for part in self.exclude for each in together)

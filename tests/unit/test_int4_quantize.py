@@ -127,6 +127,144 @@ def test_what_is_refused(quantise, folder, tmp_path, capsys):
     refused(says="holds no config.json")
 
 
+def refused(run, capsys):
+    """The line that a run is refused with."""
+    code, _ = run
+    assert code == 2
+    return capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_names_that_sglang_fuses_are_excluded_together(quantise, capsys):
+    for part in ("q_proj", "qkv_proj"):
+        _, out = quantise("--exclude", part, out=part)
+        kept = {key.split(".")[-2] for key in keys_of(out) if key.endswith("_proj.weight")}
+        assert kept == {"q_proj", "k_proj", "v_proj"}
+    assert "--exclude dwon_proj: no linear layer's name" in refused(quantise("--exclude", "dwon_proj"), capsys)
+
+
+def test_a_killed_run_leaves_nothing_that_looks_whole_and_the_next_goes_on(quantise, folder, tmp_path, monkeypatch):
+    def killed(*_args, **_more):
+        raise SystemExit(137)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.rmtree", lambda *args, **more: None)  # kill -9 tidies nothing
+        patched.setattr("sdsie_sglang.int4.quantize.quantization_config", killed)
+        with pytest.raises(SystemExit):
+            quantise()
+    left = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert left == [".partial"]
+    assert (tmp_path / "out" / ".partial" / "model.safetensors").exists()
+    code, out = quantise()
+    assert code == 0
+    assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in folder.iterdir())
+
+
+def test_killed_while_files_move_is_gone_on_with_but_strangers_are_not(quantise, folder, tmp_path, capsys):
+    out = tmp_path / "out"
+    (out / ".partial").mkdir(parents=True)
+    (out / "model.safetensors").write_bytes(b"half")
+    assert quantise()[0] == 0
+    (tmp_path / "other" / ".partial").mkdir(parents=True)
+    (tmp_path / "other" / "thesis.txt").write_text("")
+    assert "is not an empty folder" in refused(quantise(out="other"), capsys)
+    assert (tmp_path / "other" / "thesis.txt").exists()
+    assert "is not an empty folder" in refused(quantise(), capsys), "a finished one is never written over"
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(quantise, tmp_path, monkeypatch, capsys):
+    def full(tensors, path, metadata):
+        path.write_bytes(b"some")
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("sdsie_sglang.int4.quantize.save_file", full)
+    assert "No space left on device" in refused(quantise(), capsys)
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
+    assert "No space left on device" in refused(quantise(), capsys)
+    assert list((tmp_path / "out").iterdir()) == [], "a folder that was there stays"
+    usage = type("Usage", (), {"free": 10})
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    assert "GB free, and at least" in refused(quantise(), capsys)
+
+
+def test_what_cannot_be_written_is_known_before_the_model_is_read(quantise, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sdsie_sglang.int4.quantize.activation_aware", None)
+    (tmp_path / "file").write_text("")
+    assert "Not a directory" in refused(quantise("--calibration", "awq", out="file/out"), capsys)
+
+    def read_only(path, *_args, **_more):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("pathlib.Path.mkdir", read_only)
+    assert "Permission denied" in refused(quantise("--calibration", "awq"), capsys)
+
+
+def test_the_models_own_folder_is_never_written_to(folder, capsys):
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    assert main([str(folder), str(folder), "--device", "cpu"]) == 2
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_files_may_be_read_by_whoever_may_read_the_models(quantise, folder):
+    (folder / "model.safetensors").chmod(0o644)
+    _, out = quantise()
+    assert (out / "model.safetensors").stat().st_mode & 0o777 == 0o644
+
+
+def test_weights_that_cannot_be_int4_are_one_line(quantise, folder, model, capsys):
+    from safetensors.torch import save_file
+
+    def with_weight(weight):
+        state = {key: value.clone() for key, value in model.state_dict().items()}
+        save_file({**state, f"{LAYER}.weight": weight}, folder / "model.safetensors", metadata={"format": "pt"})
+
+    weight = model.get_submodule(LAYER).weight.detach()
+    with_weight(weight.to(torch.int8))
+    assert f"{LAYER}.weight is torch.int8" in refused(quantise(), capsys)
+    broken = weight.clone()
+    broken[0, 0] = torch.nan
+    with_weight(broken)
+    assert f"{LAYER}.weight holds infinities or values that are no numbers" in refused(quantise(), capsys)
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    assert "model.safetensors is damaged" in refused(quantise(), capsys)
+
+
+def test_other_bad_input_is_one_line(quantise, folder, capsys):
+    assert "--device cuda:99 cannot be used" in refused(quantise("--device", "cuda:99"), capsys)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "nobody-knows-it"}))
+    assert "Transformers cannot make this model" in refused(quantise(), capsys)
+
+
+def saved_config(out):
+    return json.loads((out / "config.json").read_text())
+
+
+def test_a_whole_checkpoint_is_told_from_a_damaged_one(quantise, folder):
+    from safetensors.torch import load_file, save_file
+
+    from sdsie_sglang.int4.saved_checks import saved_problem
+
+    for name in CALIBRATIONS:
+        _, out = quantise("--calibration", name, out=name)
+        assert saved_problem(out, saved_config(out)) is None
+        tensors = load_file(out / "model.safetensors")
+        for key in [key for key in tensors if key.startswith(f"{LAYER}.int4")]:
+            save_file({k: t for k, t in tensors.items() if k != key}, out / "model.safetensors")
+            assert f"it lacks {key}" in saved_problem(out, saved_config(out))
+    none_of_it = {key: t for key, t in tensors.items() if not key.startswith(f"{DOWN}.")}
+    save_file(none_of_it, out / "model.safetensors")
+    assert "it lacks layers.1, down_proj" in saved_problem(out, saved_config(out))
+    whole = (out / "model.safetensors").read_bytes()
+    for damaged in (whole[:-1], whole + b"x", whole[:100], b"", b"\xff" * 64):
+        (out / "model.safetensors").write_bytes(damaged)
+        assert "model.safetensors is" in saved_problem(out, saved_config(out))
+    (out / "model.safetensors").unlink()
+    assert "holds no safetensors" in saved_problem(out, saved_config(out))
+    assert saved_problem(folder, saved_config(folder)) is None, "unquantised: SGLang's own affair"
+
+
 def test_accept_length_walks_the_runs():
     from sdsie_sglang.eval.int4_fidelity import accept_length
 
