@@ -129,6 +129,44 @@ def test_saved_weights_are_sharded_and_fused_by_sglangs_loaders(ranks, size, nam
     torch.testing.assert_close(total, x @ out.effective().T, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["g64", "awq", "channel"])
+def test_a_tensor_that_the_checkpoint_lacks_is_named(ranks, name):
+    """SGLang loads what is there and says nothing of the rest."""
+    qkv = calibrate_fused(weights(*QKV), name, inputs=torch.randn(64, HIDDEN))
+    config = quantization_config(name, (), lm_head=False)
+    lacking = {key[1:] for key in saved_tensors("", qkv[0])} - ({"int4_codes"} if name == "channel" else set())
+    for lost in sorted(lacking):
+        layer = qkv_layer(Int4Config.from_config(dict(config)))
+        for part, shard_id in zip(qkv, "qkv", strict=True):
+            for key, values in saved_tensors("", part).items():
+                if key[1:] != lost or (shard_id != "k" and lost != "int4_factors"):
+                    load(layer, key[1:], [(shard_id, values)])
+        with pytest.raises(Int4Unsupported, match=rf"lacks layers.0.self_attn.qkv_proj.{lost}"):
+            finish(layer)
+
+
+def test_rows_that_sglang_pads_with_are_no_damage(ranks):
+    (part,) = calibrate_fused(weights(64), "g64")
+    layer = row_layer(Int4Config.from_config(quantization_config("g64", (), lm_head=False)))
+    for key, values in saved_tensors("", part).items():
+        padded = values.clone()
+        padded[60:] = 0
+        load(layer, key[1:], [(None, padded)])
+    assert (product(finish(layer), torch.randn(2, HIDDEN))[:, 60:] == 0).all()
+
+
+def test_a_part_of_a_fused_layer_excludes_the_whole(ranks):
+    for part in ("q_proj", "k_proj", "qkv_proj"):
+        settings = Int4Settings(exclude=part)
+        assert settings.excludes("layers.0.self_attn.qkv_proj")
+        assert settings.excludes("model.layers.0.self_attn.v_proj")
+        assert not settings.excludes("layers.0.self_attn.o_proj")
+        assert not settings.excludes("layers.0.mlp.gate_up_proj")
+    assert Int4Settings(exclude="up_proj").excludes("layers.0.mlp.gate_proj")
+    assert Int4Settings(exclude="layers.0.self_attn.q_proj").excludes("layers.0.self_attn.qkv_proj")
+    assert not Int4Settings(exclude="layers.0.self_attn.q_proj").excludes("layers.1.self_attn.qkv_proj")
+
+
 def test_a_saved_layer_keeps_the_codes_packed_alone(ranks):
     (part,) = calibrate_fused(weights(64), "g64")
     layer = row_layer(Int4Config.from_config(quantization_config("g64", (), lm_head=False)))
