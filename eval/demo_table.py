@@ -9,12 +9,11 @@ import argparse
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from sdsie_sglang.demo import compose
-from sdsie_sglang.demo.checkpoints import WEIGHTS
 from sdsie_sglang.eval.demo_replay import (
     CHAIN_LENGTHS,
     DRAFT_LENGTHS,
@@ -33,9 +32,6 @@ from sdsie_sglang.eval.machine import where
 from sdsie_sglang.eval.prompts import CATEGORIES
 
 RESULTS = ROOT / "eval" / "results" / "demo"
-DEPTH = RESULTS / "depth"
-HOST_MS = 1.4
-"""Assumed host time of a cycle."""
 PAGE = ROOT / "sdsie_sglang" / "demo" / "README.md"
 COLUMNS = [("draft", k) for k in DRAFT_LENGTHS] + [("eagle3", k) for k in CHAIN_LENGTHS]
 DRAFTERS = ("draft", "shifted", "eagle3")
@@ -80,21 +76,6 @@ same draft, `eagle3-tree` has topk 8 and 32 verified tokens. Where fewer new tok
 answers loop and accept lengths are shorter.
 
 {agreement}
-
-## Depth of the draft
-
-The shipped draft has {shipped_layers} layers. One of {other_layers} was trained since on the same corpus for the
-same time, to see whether fewer layers are faster; other work shared its GPU for a part of that time, so its accept
-lengths are a lower bound. They are by replay at K = 5, on held-out answers and on the prompts. A step is a CUDA
-graph's replay on one H200 at batch 1, a cycle one step of the target and five of the draft. Both runs measured the
-target's step, so both drafts are set against both.
-
-{depth}
-
-{other_layers} layers win by {lead} on held-out answers by replayed step times alone, and by {lead_served} if a cycle
-also has {host_ms} ms of host time, which is assumed here: a server's own has to be measured. So the shipped draft stays
-until both were served side by side on a GPU (`eval/README.md`, "Two drafts"). Records: `weights/training.json` and
-`eval/results/demo/depth`.
 
 ## Speed on a GPU
 
@@ -147,63 +128,6 @@ def speeds_table(record: dict[str, Any]) -> str:
             spread = f"{speeds[0]:.0f} to {speeds[-1]:.0f}"
             rows.append([SPEED_NAMES[name], batch, f"{median:.0f}", spread, f"{median / plain:.2f}", f"{length:.2f}"])
     return markdown(["", "batch", "tokens/s", "spread", "over plain", "tokens a pass"], rows)
-
-
-@dataclass(frozen=True)
-class Depth:
-    """A finished draft: accept lengths at K = 5 by text, training steps, ms of a step of its own and the target's."""
-
-    layers: int
-    steps: int
-    accept_lengths: dict[str, float]
-    draft_ms: float
-    target_ms: float
-
-    @classmethod
-    def of(cls, draft: dict[str, Any], curve: dict[str, Any]) -> Self:
-        """From `draft.json` and the curve that training wrote."""
-        trial = draft["trials"][draft["chosen"]]
-        lengths = {text: draft["final"][text]["all"]["5"] for text in ("held out", "prompts")}
-        return cls(len(trial["layers"]), curve["step"], lengths, trial["draft_step_ms"], trial["target_step_ms"])
-
-    def tokens_per_ms(self, target_ms: float, host_ms: float = 0.0) -> float:
-        """At K = 5 on held-out answers."""
-        return self.accept_lengths["held out"] / (target_ms + 5 * self.draft_ms + host_ms)
-
-
-def depths() -> tuple[Depth, Depth]:
-    """The shipped draft and the one that is compared with it."""
-    training = json.loads((WEIGHTS / "training.json").read_text())
-    shipped = Depth.of(training["draft"], training["curves"][training["draft"]["chosen"]])
-    draft, curve = (json.loads((DEPTH / name).read_text()) for name in ("draft4.json", "draft4.curve.json"))
-    return shipped, Depth.of(draft, curve)
-
-
-def depth_section(shipped: Depth, other: Depth) -> dict[str, str]:
-    """What SECTION names of the two."""
-    times = sorted({shipped.target_ms, other.target_ms})
-    head = ["layers", "steps", "held out", "prompts", "ms a draft step"]
-    head += [f"tokens/ms, target {ms:.2f} ms" for ms in times]
-    rows = [
-        [
-            str(d.layers), f"{d.steps:,}", *(f"{d.accept_lengths[text]:.2f}" for text in ("held out", "prompts")),
-            f"{d.draft_ms:.3f}", *(f"{d.tokens_per_ms(ms):.3f}" for ms in times),
-        ]
-        for d in (other, shipped)
-    ]  # fmt: skip
-
-    def lead(host_ms: float) -> str:
-        shares = [100 * (other.tokens_per_ms(ms, host_ms) / shipped.tokens_per_ms(ms, host_ms) - 1) for ms in times]
-        return " to ".join(dict.fromkeys(f"{share:.0f}" for share in sorted(shares))) + " %"
-
-    return {
-        "shipped_layers": str(shipped.layers),
-        "other_layers": str(other.layers),
-        "depth": markdown(head, rows),
-        "lead": lead(0.0),
-        "lead_served": lead(HOST_MS),
-        "host_ms": str(HOST_MS),
-    }
 
 
 def _title(drafter: str) -> str:
@@ -288,11 +212,11 @@ def _record(answers: Sequence[Replayed], agreements: Sequence[Agreement]) -> dic
     return {"answers": rows, "served": [asdict(agreement) for agreement in agreements]}
 
 
-def write_section(page: Path, section: str) -> None:
+def write_section(page: Path, section: str, begin: str = BEGIN, end: str = END) -> None:
     """Replace what lies between the two marks of the page; the rest of it is written by hand."""
     text = page.read_text() if page.is_file() else NEW_PAGE
-    before, rest = text.split(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n{section}{END}{rest.split(END)[1]}")
+    before, rest = text.split(begin)
+    page.write_text(f"{before}{begin}\n{section}{end}{rest.split(end)[1]}")
 
 
 def main() -> None:
@@ -323,7 +247,6 @@ def main() -> None:
         speeds_command=speeds["command"],
         shifted=", ".join(f"{accept_length(answers, 'shifted', k):.2f}" for k in DRAFT_LENGTHS),
         positions=positions_table(answers),
-        **depth_section(*depths()),
         served_where=", ".join(sorted({record["where"] for record in served.values()})) or "none yet",
         agreement=agreement_table(agreements),
     )
