@@ -5,7 +5,7 @@
 
 Every figure is one CUDA graph of all layers, each with its own weights and KV cache, so that keys come from DRAM as in
 a server. ``stand-in``: one elementwise kernel instead of rotation, KV write and attention; what a way adds is its time
-beyond that. Prints the best ways for `kernels/skinny_attention/attention.py` (`best_shape`).
+beyond that. With --tune the best ways are used from now on (`kernels/skinny_attention/tuned`).
 """
 
 import argparse
@@ -102,13 +102,17 @@ def measure(model: str, ms: list[int], contexts: list[int], repeats: int) -> lis
     return rows
 
 
-def best(rows: list[dict[str, Any]]) -> dict[str, str]:
-    """For each model and number of rows the cut with the smallest sum over contexts."""
-    sums: dict[tuple[str, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+def best(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each head size and number of padded query rows the cut with the smallest sum over rows and contexts."""
+    sums: dict[tuple[int, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for row in rows:
         for cut, us in row["added_us_a_layer"].items():
-            sums[row["model"], row["m"]][cut] += us
-    return {f"{model} M={m}": min(cuts, key=cuts.__getitem__) for (model, m), cuts in sums.items()}
+            sums[SIZES[row["model"]], attention.padded(row["m"] * GROUPS)][cut] += us
+    named = {f"{c.block}-{c.short}-{c.warps}": c for c in CUTS}
+    return [
+        {"size": size, "rows": padded, "shape": list(named[min(cuts, key=cuts.__getitem__)])}
+        for (size, padded), cuts in sorted(sums.items())
+    ]
 
 
 def main() -> None:
@@ -119,6 +123,7 @@ def main() -> None:
     parser.add_argument("--contexts", nargs="+", type=int, default=list(CONTEXTS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="that compile")
+    parser.add_argument("--tune", action="store_true", help="use what is found from now on: tuned/<gpu>.json")
     parser.add_argument("--out", type=Path, help="record (default kernels/skinny_attention/measured/<gpu>.json)")
     args = parser.parse_args()
     if not 0 < min(args.m) <= max(args.m) <= attention.MAX_ROWS or min(args.contexts) <= max(args.m):
@@ -134,7 +139,13 @@ def main() -> None:
     waiting.get()
     print(f"compiled in {time.monotonic() - start:.1f} s", flush=True)
     rows = [row for model in args.shapes for row in measure(model, args.m, args.contexts, args.repeats)]
-    print("\n".join(f"best for {what}: {cut}" for what, cut in best(rows).items()), flush=True)
+    found = best(rows)
+    for row in found:
+        print(f"heads of {row['size']}, {row['rows']} query rows: {Shape(*row['shape'])}", flush=True)
+    if args.tune:
+        path = attention.table_path(torch.cuda.get_device_name())
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"environment": environment(), "shapes": found}, indent=1) + "\n")
     name = torch.cuda.get_device_name().removeprefix("NVIDIA ").replace(" ", "_")
     path = args.out or RECORDS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,8 @@
 """The call: shapes it takes, checks, launch."""
 
+import json
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -19,6 +21,7 @@ except ImportError:  # no triton on this platform: the reference serves
 
 MAX_ROWS = 16  # of the batch
 MAX_GROUP_ROWS = 64  # query rows that share a KV head
+TUNED = Path(__file__).with_name("tuned")
 MARGIN = 16  # more tokens than one CUDA graph ever writes (`gears.limits.MAX_K`)
 
 
@@ -94,7 +97,7 @@ def skinny_attention(
         return attention_reference(qkv, cos_sin, positions, k_cache, v_cache, slots, table, lengths, scale)
     width = rows // requests
     groups = qkv.shape[1] // (heads * size) - 2
-    shape = shape or best_shape(width * groups, size)
+    shape = shape or best_shape(width * groups, size, _gpu(qkv.device))
     out = qkv.new_empty(rows, groups * heads * size)
     partial = qkv.new_empty(requests, heads, shape.parts, width * groups, size, dtype=torch.float32)
     marks = qkv.new_empty(requests, heads, shape.parts, 2, width * groups, dtype=torch.float32)
@@ -106,9 +109,34 @@ def skinny_attention(
     return out
 
 
-def best_shape(group_rows: int, size: int) -> Shape:
-    """How to cut for this many query rows a KV head and this head size."""
-    return Shape(warps=4 if group_rows <= 16 else 8)
+def best_shape(group_rows: int, size: int, gpu: str = "") -> Shape:
+    """How to cut for this many query rows a KV head and this head size: as measured on this GPU, or a guess."""
+    guess = Shape(warps=4 if group_rows <= 16 else 8)
+    return _tuned(gpu).get((size, padded(group_rows)), guess)
+
+
+def padded(rows: int) -> int:
+    """Rows as the tensor core takes them."""
+    return max(16, 1 << (rows - 1).bit_length())
+
+
+def table_path(gpu: str) -> Path:
+    """Where `scripts/bench_skinny_attention.py --tune` writes what it found on this GPU."""
+    return TUNED / f"{gpu.removeprefix('NVIDIA ').replace(' ', '_')}.json"
+
+
+@cache
+def _tuned(gpu: str) -> dict[tuple[int, int], Shape]:
+    """By head size and padded query rows."""
+    path = table_path(gpu)
+    if not gpu or not path.is_file():
+        return {}
+    return {(row["size"], row["rows"]): Shape(*row["shape"]) for row in json.loads(path.read_text())["shapes"]}
+
+
+@cache
+def _gpu(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
 def constants(width: int, groups: int, heads: int, size: int, shape: Shape, pdl: bool) -> dict[str, object]:
@@ -118,8 +146,8 @@ def constants(width: int, groups: int, heads: int, size: int, shape: Shape, pdl:
         "G": groups,
         "HEADS": heads,
         "D": size,
-        "M": max(16, triton.next_power_of_2(width * groups)),
-        "NEW": max(16, triton.next_power_of_2(width)),
+        "M": padded(width * groups),
+        "NEW": padded(width),
         "BLOCK": shape.block,
         "SHORT": shape.short,
         "PARTS": shape.parts,

@@ -107,3 +107,11 @@ def test_says_what_it_does_not_take() -> None:
         skinny_attention(*case._replace(slots=case.slots.int()), arrived)
     with pytest.raises(ValueError, match="arrived"):
         skinny_attention(*case, arrived[:0])
+
+
+def test_a_measured_cut_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(attention, "TUNED", tmp_path)
+    (tmp_path / "H9.json").write_text('{"shapes": [{"size": 64, "rows": 32, "shape": [32, 128, 32, 8]}]}')
+    assert attention.best_shape(24, 64, "NVIDIA H9") == attention.Shape(32, 128, 32, 8)
+    for group_rows, size, gpu in ((4, 64, "NVIDIA H9"), (24, 128, "NVIDIA H9"), (24, 64, "NVIDIA H8"), (24, 64, "")):
+        assert attention.best_shape(group_rows, size, gpu) == attention.Shape(warps=4 if group_rows <= 16 else 8)
