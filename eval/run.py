@@ -120,12 +120,12 @@ def ends_on_signals() -> Iterator[None]:
 
 def run(config: Config, points: Sequence[Datapoint], folder: Path) -> None:
     """Measures what has no record yet."""
-    claim(config, folder)
     models = resolve_models(config)
     for point in points:
         METHODS[point.method].arguments(models)  # raises before anything is measured
     for problem in checkpoint_problems(models, {point.method for point in points}):
         raise Refused(problem)
+    claim(config, folder)
     this_run = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
     todo = [point for point in points if not _is_done(point, config, folder)]
     requests = {point: _requests(config, point) for point in points}

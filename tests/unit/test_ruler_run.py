@@ -309,7 +309,7 @@ def test_a_second_draft_is_named_on_the_command_line(start, tmp_path, capsys, mo
     path.write_text(CONFIG.replace("draft-k3, ngram-16", "draft-k3, other-draft-k3"))
     assert run.main([str(path), "--out", str(out)]) == 1
     assert "other-draft-k3 needs a checkpoint for other_draft" in capsys.readouterr().err
-    command = [str(path), "--out", str(tmp_path / "both"), "--other-draft", str(other)]
+    command = [str(path), "--out", str(out), "--other-draft", str(other)]  # the refused run has not claimed it
     assert run.main(command) == 1
     assert "is no checkpoint folder" in capsys.readouterr().err
     other.mkdir()
@@ -320,9 +320,7 @@ def test_a_second_draft_is_named_on_the_command_line(start, tmp_path, capsys, mo
     assert "goes with the demo's models" in capsys.readouterr().err
     assert start.started == []
     assert run.main(command) == 0
-    drafts = {
-        r.datapoint.method: r.server_info["speculative_draft_model_path"] for r in read_all(tmp_path / "both")[1:3]
-    }
+    drafts = {r.datapoint.method: r.server_info["speculative_draft_model_path"] for r in read_all(out)[1:3]}
     assert drafts == {"draft-k3": "D", "other-draft-k3": record.portable(str(other))}
 
 
