@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sdsie_sglang.config import ALGORITHM
+from sdsie_sglang.live import live_status
 from sdsie_sglang.patches.hook import Hook, Kind
 
 KEY = "sdsie"
@@ -20,7 +21,9 @@ def add_streamer(original: Callable[[Any], Any], scheduler: Any) -> Any:
     def build(self: Any, reqs: list[Any]) -> dict[str, list[Any]]:
         fields = base.build_additional_customized_info(self, reqs)
         finished = [find_state(req) if req.finished() else None for req in reqs]
-        return {**fields, KEY: [[] if state is None else [state.stats.summary()] for state in finished]}
+        name = live_status().get("replica")
+        who = {} if name is None else {"replica": name}
+        return {**fields, KEY: [[] if state is None else [{**who, **state.stats.summary()}] for state in finished]}
 
     return type(
         "SdsieOutputStreamer",

@@ -53,6 +53,11 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     )
     flag("trace", "append one JSON line a cycle to this file", metavar="FILE")
     flag(
+        "replica",
+        "this server's name among several behind a router: answers, trace and metrics carry it",
+        metavar="NAME",
+    )
+    flag(
         "draft",
         "model: a draft model of its own (default). self-int4: the target itself in INT4, on its own KV cache",
         metavar="KIND",

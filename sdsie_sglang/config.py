@@ -26,6 +26,7 @@ ALGORITHM = "SDSIE"
 OWN = (
     "gears",
     "trace",
+    "replica",
     "draft",
     "no_calibrate",
     "calibration_seconds",
@@ -51,6 +52,7 @@ class SdsieConfig(BaseModel):
         gears: every K whose resources are built at start; None builds those of `policy` and of its cost
             table, or all of 0 to 7 where they cost nothing (the CPU engine captures no graphs).
         trace: file that receives one JSON line a cycle.
+        replica: name of this server among several, as behind a router; its telemetry carries it.
         draft: who drafts: a model of its own, or the target in INT4 on its own KV.
         int4: how INT4 weights are made, of the self-draft or of --quantization sdsie_int4.
         no_calibrate: the launcher measures no cost table, even if it needs one.
@@ -69,6 +71,7 @@ class SdsieConfig(BaseModel):
     policy: PolicySettings = Field(default_factory=PolicySettings)
     gears: tuple[int, ...] | None = None
     trace: str | None = None
+    replica: str | None = Field(default=None, min_length=1, max_length=64)
     draft: Literal["model", "self-int4"] = "model"
     int4: Int4Settings = Field(default_factory=Int4Settings)
     no_calibrate: bool = False

@@ -27,7 +27,8 @@ class NoMetrics:
 
 
 class PrometheusMetrics:
-    """Labels: model_name, tp_rank and dp_rank, as SGLang's own metrics carry them."""
+    """Labels: model_name, tp_rank, dp_rank and those of --extra-metric-labels, as SGLang's own metrics carry them, and
+    the server's name (--sdsie-replica), if it has one."""
 
     def __init__(self, labels: dict[str, str]) -> None:
         from prometheus_client import Counter, Histogram

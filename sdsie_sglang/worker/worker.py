@@ -66,7 +66,10 @@ class SdsieWorker(StandaloneWorkerV2):
             "model_name": server_args.served_model_name or server_args.model_path,
             "tp_rank": str(parallel.tp_rank),
             "dp_rank": str(parallel.dp_rank or 0),
+            **(get_observability().extra_metric_labels or {}),
         }
+        if config.replica is not None:
+            labels["replica"] = config.replica
         first_rank = parallel.tp_rank == 0
         self.gate = Gate(
             config.policy,
@@ -77,6 +80,7 @@ class SdsieWorker(StandaloneWorkerV2):
                 tp_rank=parallel.tp_rank,
                 dp_rank=parallel.dp_rank or 0,
                 every_rank=config.check_ranks,
+                replica=config.replica,
             ),
             metrics=open_metrics(enabled=get_observability().enable_metrics and first_rank, labels=labels),
         )
@@ -86,7 +90,7 @@ class SdsieWorker(StandaloneWorkerV2):
             self._rank_check = RankCheck(parallel.tp_group.cpu_group)
         silence_swaps()
         conditions = conditions_of(server_args, config)
-        set_live({"dp_rank": parallel.dp_rank or 0, "conditions": conditions.model_dump()})
+        set_live({"dp_rank": parallel.dp_rank or 0, "replica": config.replica, "conditions": conditions.model_dump()})
         logger.info(live_line())
         if self.resolution is not None:
             set_live({"resolution": {"layers": sorted(self.resolution.names), "calibration": config.int4.calibration}})

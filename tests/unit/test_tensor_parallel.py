@@ -178,4 +178,6 @@ def test_one_rank_writes_unless_all_are_compared(tmp_path):
     for rank in range(2):
         open_trace(path, tp_rank=rank, dp_rank=1, every_rank=True).write({"cycle": rank})
     assert (tmp_path / "trace").read_text() == '{"dp_rank":1,"cycle":0}\n'
+    open_trace(f"{path}2", tp_rank=0, dp_rank=0, every_rank=False, replica="a").write({"cycle": 0})
+    assert (tmp_path / "trace2").read_text() == '{"dp_rank":0,"replica":"a","cycle":0}\n'
     assert (tmp_path / "trace.rank1").read_text() == '{"dp_rank":1,"cycle":1}\n'
