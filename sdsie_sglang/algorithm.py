@@ -157,6 +157,17 @@ def check_int4(args: Any, config: SdsieConfig) -> None:
         dtype=args.dtype,
         resolution_layers=config.resolution_layers,
     )
+    if problem is None and args.speculative_draft_model_path is not None:
+        problem = find_problem(
+            config.int4,
+            _read_json(args.speculative_draft_model_path, "config.json"),
+            quantization=args.speculative_draft_model_quantization,
+            drafts_itself=False,
+            tp_size=args.tp_size,
+            device=args.device or "",
+            dtype=args.dtype,
+        )
+        problem = problem and f"the draft: {problem}"
     for path in (args.model_path, args.speculative_draft_model_path):
         if problem is None and path is not None:
             problem = saved_problem(Path(path).expanduser(), _read_json(path, "config.json"))

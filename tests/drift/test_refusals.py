@@ -38,6 +38,7 @@ class Args:
             "page_size": 16,
             "enable_return_hidden_states": False,
             "quantization": None,
+            "speculative_draft_model_quantization": None,
             "dtype": "auto",
         }
         self.__dict__.update(good | changed)
@@ -127,3 +128,16 @@ def test_a_tokenizer_without_a_vocabulary_is_left_to_sglang(folder, tmp_path_fac
     (other / "config.json").write_text('{"vocab_size": 8}')
     (other / "tokenizer.json").write_text(content)
     check_draft(str(folder), str(other))
+
+
+def test_groups_of_an_int4_draft_that_ranks_would_cut_are_refused(tmp_path, folder):
+    """576 inputs of o_proj on two ranks are 288 each, no whole number of groups of 128; the target is not quantised."""
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    config = {"vocab_size": 8, "num_attention_heads": 18, "head_dim": 32, "hidden_size": 576, "intermediate_size": 1536}
+    (draft / "config.json").write_text(json.dumps(config))
+    drafted = {"speculative_draft_model_path": str(draft), "speculative_draft_model_quantization": "sdsie_int4"}
+    with pytest.raises(ConfigError, match=r"the draft: INT4 groups of 128 do not divide the 288 inputs"):
+        check_server_args(Args(folder, tp_size=2, **drafted))
+    check_server_args(Args(folder, **drafted))
+    check_server_args(Args(folder, tp_size=2, **drafted | {"speculative_draft_model_quantization": None}))
