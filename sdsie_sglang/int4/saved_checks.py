@@ -63,7 +63,7 @@ def saved_problem(folder: Path, model: Mapping[str, Any]) -> str | None:
         model: its config.json.
     """
     saved = model.get("quantization_config") or {}
-    how = CALIBRATIONS.get(saved.get("calibration"))
+    how = CALIBRATIONS.get(str(saved.get("calibration")))
     if saved.get("quant_method") != METHOD or how is None or not folder.is_dir():
         return None
     wanted = [CODES, SCALES, *([] if how.symmetric else [ZEROS]), *([FACTORS] if how.needs_text else [])]
