@@ -147,26 +147,19 @@ def check_drafting(args: Any, config: SdsieConfig) -> None:
 
 def check_int4(args: Any, config: SdsieConfig) -> None:
     """Raises ConfigError if INT4 weights are asked for where they cannot be had."""
+    common = {"tp_size": args.tp_size, "device": args.device or "", "dtype": args.dtype}
     problem = find_problem(
         config.int4,
         _read_json(args.model_path, "config.json"),
         quantization=args.quantization,
         drafts_itself=config.drafts_itself,
-        tp_size=args.tp_size,
-        device=args.device or "",
-        dtype=args.dtype,
         resolution_layers=config.resolution_layers,
+        **common,
     )
     if problem is None and args.speculative_draft_model_path is not None:
-        problem = find_problem(
-            config.int4,
-            _read_json(args.speculative_draft_model_path, "config.json"),
-            quantization=args.speculative_draft_model_quantization,
-            drafts_itself=False,
-            tp_size=args.tp_size,
-            device=args.device or "",
-            dtype=args.dtype,
-        )
+        draft = _read_json(args.speculative_draft_model_path, "config.json")
+        quantization = args.speculative_draft_model_quantization or args.quantization  # as SGLang fills it
+        problem = find_problem(config.int4, draft, quantization=quantization, drafts_itself=False, **common)
         problem = problem and f"the draft: {problem}"
     for path in (args.model_path, args.speculative_draft_model_path):
         if problem is None and path is not None:

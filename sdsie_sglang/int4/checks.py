@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sdsie_sglang.int4.checkpoint_format import METHOD
-from sdsie_sglang.int4.resolution import layers_problem, parse_layers
+from sdsie_sglang.int4.resolution import LLAMA_LIKE, LLAMA_MODULES, layers_problem, parse_layers
 from sdsie_sglang.int4.settings import CALIBRATIONS, Int4Settings
 
 
@@ -22,8 +22,8 @@ def find_problem(
     """One line that says why not, or None.
 
     Args:
-        model: the target's config.json, empty where it is not at hand.
-        quantization: what --quantization gives.
+        model: the target's config.json, or a draft model's; empty where it is not at hand.
+        quantization: what --quantization gives for it, or --speculative-draft-model-quantization.
         resolution_layers: what --sdsie-resolution-layers gives.
     """
     saved = model.get("quantization_config") or {}
@@ -50,6 +50,8 @@ def find_problem(
         )
     if device != "cpu" and dtype in ("float32", "float"):
         return "INT4 runs in bf16 or fp16 on a GPU: leave out --dtype float32"
+    if found != METHOD and (problem := exclude_problem(int4, model)):
+        return problem
     chosen = None if resolution_layers is None else {c.module for c in parse_layers(resolution_layers).choices}
     for name, k in row_parallel_inputs(model).items():
         full = int4.excludes(name) if chosen is None else name not in chosen
@@ -58,6 +60,20 @@ def find_problem(
                 f"INT4 groups of {how.group} do not divide the {k // tp_size} inputs of {name} on each of {tp_size} "
                 f"ranks: use a smaller group or --tp-size, or {'exclude' if chosen is None else 'leave out'} the layer"
             )
+    return None
+
+
+def exclude_problem(int4: Int4Settings, model: Mapping[str, Any]) -> str | None:
+    """One line if a name to exclude is no layer's, or all are excluded; None where the layers are not known yet."""
+    total = model.get("num_hidden_layers")
+    if not int4.exclude or not set(model.get("architectures") or ()) & LLAMA_LIKE or not isinstance(total, int):
+        return None
+    names = [f"model.layers.{i}.{module}" for i in range(total) for module in LLAMA_MODULES]
+    for part in int4.exclude:
+        if not any(Int4Settings(exclude=(part,)).excludes(name) for name in (*names, "lm_head")):
+            return f"--sdsie-int4-exclude {part}: no linear layer's name contains that"
+    if all(int4.excludes(name) for name in names):
+        return "--sdsie-int4-exclude leaves no linear layer to quantise"
     return None
 
 
