@@ -102,7 +102,7 @@ class DraftHistory:
             prefix, end = int(batch.prefix_lens[i]), int(batch.prefix_lens[i]) + lengths[i]
             is_next_chunk = 0 < state.prefilled == prefix
             if not is_next_chunk:
-                state.covered = self._valid_prefix(rows[i], prefix)
+                state.covered, state.engaged = self._valid_prefix(rows[i], prefix), False
                 if prefix:
                     ids = torch.tensor(req.get_fill_ids()[:prefix], dtype=torch.int32)
                     self._tokens[rows[i], :prefix] = ids.to(device, non_blocking=True)

@@ -55,6 +55,14 @@ def _move_seq_lens(batch: Any, by: int) -> None:
     batch.seq_lens_sum = None
 
 
+def _host_lens(batch: Any, states: list[RequestState]) -> torch.Tensor:
+    """seq_lens [bs] on the host. Waits for the device only behind a K-cycle; a fresh prompt's length is known."""
+    if batch.seq_lens_cpu is not None:
+        return batch.seq_lens_cpu
+    known = [state.seq_len for state in states]
+    return batch.seq_lens.cpu() if None in known else torch.tensor(known, dtype=torch.int64)
+
+
 class Drafter:
     """Args:
     draft_worker: SGLang's StandaloneDraftWorker, which owns the model, its backends and graphs.
@@ -105,7 +113,7 @@ class Drafter:
     def verified(self, states: list[RequestState]) -> None:
         """The next cycle has the bonus token and, if all were accepted, the last drafted one to make up for."""
         for state in states:
-            state.missed = STEADY_WIDTH
+            state.missed, state.engaged = STEADY_WIDTH, True
 
     # -- catch-up ---------------------------------------------------------------------------
 
@@ -118,7 +126,7 @@ class Drafter:
                 return self._catch_up_wide(batch, pending, k, passes)
             self.history.open_window(batch, pending, 1, k)
             with syncs_are_allowed():
-                return self._catch_up_ragged(batch, missed)
+                return self._catch_up_ragged(batch, missed, _host_lens(batch, states))
         self.catch_up_passes = 0
         return self._extend_even(batch, STEADY_WIDTH, *self.history.open_window(batch, pending, STEADY_WIDTH, k))
 
@@ -142,16 +150,16 @@ class Drafter:
             self.history.mark(slots, valid=True)
         return self._extend_even(batch, WIDE_WIDTH, *self.history.open_window(batch, pending, WIDE_WIDTH, k))
 
-    def _catch_up_ragged(self, batch: Any, missed: list[int]) -> torch.Tensor:
-        """Any lengths, in chunks: prompts, and whatever has no graph."""
+    def _catch_up_ragged(self, batch: Any, missed: list[int], lens: torch.Tensor) -> torch.Tensor:
+        """Any lengths, in chunks: prompts, and whatever has no graph. lens: seq_lens on the host."""
         self.catch_up_passes = 0
         budget = max(MIN_CHUNK, self._chunk_tokens // len(missed))
         while max(missed) > budget:
             # Whoever has less to catch up writes one slot early, so that the batch stays whole.
-            self._extend_ragged(batch, [budget if n > budget else 1 for n in missed], missed)
+            self._extend_ragged(batch, [budget if n > budget else 1 for n in missed], missed, lens)
             missed = [n - budget if n > budget else n for n in missed]
             self.catch_up_passes += 1
-        return self._extend_ragged(batch, missed, missed)
+        return self._extend_ragged(batch, missed, missed, lens)
 
     def _extend_even(
         self, batch: Any, width: int, ids: torch.Tensor, slots: torch.Tensor, behind: int = 0
@@ -190,8 +198,8 @@ class Drafter:
                 return graph.execute(forward_batch, select).next_token_logits
             return self._runner.forward(forward_batch).logits_output.next_token_logits[select]
 
-    def _extend_ragged(self, batch: Any, lengths: list[int], back: list[int]) -> torch.Tensor:
-        """Extends request i by `lengths[i]` tokens, the first of them `back[i]` from the end.
+    def _extend_ragged(self, batch: Any, lengths: list[int], back: list[int], lens: torch.Tensor) -> torch.Tensor:
+        """Extends request i of `lens[i]` tokens by `lengths[i]`, the first of them `back[i]` from the end.
 
         Returns logits [bs, vocab] of each request's last token.
         """
@@ -203,9 +211,8 @@ class Drafter:
             batch, "seq_lens", "seq_lens_cpu", "seq_lens_sum", "input_ids", "out_cache_loc", "prefix_lens",
             "extend_lens", "extend_num_tokens", "extend_logprob_start_lens", "forward_mode", "spec_info",
         ):  # fmt: skip
-            lens_cpu = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else batch.seq_lens.cpu()
             batch.seq_lens = ends
-            batch.seq_lens_cpu = lens_cpu + 1 - starts_back
+            batch.seq_lens_cpu = lens + 1 - starts_back
             batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
             batch.input_ids = self.history.tokens(rows, positions)
             batch.out_cache_loc = slots = self.history.slots(rows, positions)

@@ -21,6 +21,7 @@ class RequestState:
     covered: leading tokens whose draft KV was valid when prefill began.
     missed: trailing tokens, the pending one included, that the draft has not seen. Exact on the
         host, also with overlap scheduling: a gear-0 cycle adds one, a K-cycle leaves at most two.
+    engaged: whether a K-cycle has run since, after which the host learns the length a cycle late.
     prefilled: prompt tokens that the target has seen so far; tells a next chunk from a new start.
     retractions: how often SGLang had taken the request's KV away when the gate was made.
     plain_only: its sampling depends on every token before, which SGLang tells a speculative batch a
@@ -31,10 +32,16 @@ class RequestState:
     policy: Policy
     covered: int = 0
     missed: int = 0
+    engaged: bool = False
     prefilled: int = 0
     retractions: int = 0
     plain_only: bool = False
     stats: RequestStats = field(default_factory=RequestStats)
+
+    @property
+    def seq_len(self) -> int | None:
+        """Tokens in the target's KV, where the host knows it without waiting for the device."""
+        return None if self.engaged else self.covered + self.missed - 1
 
 
 def state_of(req: Any) -> RequestState:

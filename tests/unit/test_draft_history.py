@@ -63,6 +63,22 @@ def test_chunks_add_up():
     assert history.tokens(torch.tensor([0] * 20), torch.arange(20)).tolist() == ids
 
 
+def test_the_host_knows_a_length_until_the_first_k_cycle():
+    table, history = fresh()
+    state = make_state()
+    ids = list(range(100, 120))
+    for prefix, end in ((0, 8), (8, 16), (16, 20)):
+        history.prefilled(extend_batch(table, 0, ids, prefix, end), [state])
+        assert state.seq_len == end
+    state.missed += 3  # cycles of gear 0
+    assert state.seq_len == 23
+    state.missed, state.engaged = 2, True
+    assert state.seq_len is None
+    state.prefilled = 0  # taken back by the scheduler, and prefilled again
+    history.prefilled(extend_batch(table, 0, ids, 0, 20), [state])
+    assert state.seq_len == 20
+
+
 def test_a_radix_hit_is_trusted_as_far_as_the_draft_went():
     table, history = fresh()
     ids = list(range(100, 112))
