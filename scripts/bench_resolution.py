@@ -92,8 +92,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     with start_all(plans, logs) as servers:
         for repeat in range(-1, args.repeats):  # the first warms up
             for name, (server_name, policy) in variants().items():
-                put_in_force(servers[server_name], policy)
-                row = run_once(servers[server_name], 1, args.tokens, prompts)
+                server = servers[server_name]
+                put_in_force(server, policy)
+                run_once(server, 1, 1, prompts)  # it may have slept
+                row = run_once(server, 1, args.tokens, prompts)
                 if repeat >= 0:
                     rows[name].append(row)
         for name, (server_name, policy) in variants().items():

@@ -7,8 +7,7 @@ from sdsie_sglang.int4.quantize import main as quantize
 from tests.e2e.conftest import CONTEXT, ask_all, install_plugin
 
 POLICIES = {
-    "fixed-1": {"policy": "fixed", "k": 1},
-    "fixed-4": {"policy": "fixed", "k": 4},
+    **{f"fixed-{k}": {"policy": "fixed", "k": k} for k in range(1, 8)},
     "schedule": {"policy": "schedule", "schedule": "0x3,3x2,0,7x2,1"},
     "plain": {"policy": "plain"},
 }
@@ -23,8 +22,14 @@ def self_draft(baseline, models):
         yield server
 
 
-@pytest.mark.parametrize("at_once", [False, True], ids=["sequential", "at-once"])
-@pytest.mark.parametrize("name", POLICIES)
+SEQUENTIAL = ("fixed-4", "schedule")
+
+
+@pytest.mark.parametrize(
+    ("name", "at_once"),
+    [*((name, True) for name in POLICIES), *((name, False) for name in SEQUENTIAL)],
+    ids=[*(f"{name}-at-once" for name in POLICIES), *(f"{name}-sequential" for name in SEQUENTIAL)],
+)
 def test_self_draft_says_what_the_target_says(self_draft, baseline, prompts, name, at_once):
     self_draft.set_policy(**POLICIES[name])
     answers = ask_all(self_draft, prompts, at_once=at_once)
