@@ -25,6 +25,7 @@ from sdsie_sglang.gears.settings import first_error
 from sdsie_sglang.int4.activations import collect_inputs, own_text
 from sdsie_sglang.int4.calibration import CalibratedWeight, calibrate, calibrate_fused
 from sdsie_sglang.int4.checkpoint import quantization_config, saved_tensors
+from sdsie_sglang.int4.saved_checks import Damaged, header
 from sdsie_sglang.int4.settings import CALIBRATIONS, FUSED, Int4Settings
 
 PROG = "python -m sdsie_sglang.int4.quantize"
@@ -178,6 +179,11 @@ def quantise_folder(source: Path, out: Path, settings: Int4Settings, device: str
     """Writes the INT4 checkpoint; returns its bytes. Raises QuantizeError; then `out` is as it was."""
     config = read_config(source)
     names, shards = linear_names(source, settings), shards_of(source)
+    try:
+        for shard in shards:
+            header(shard)
+    except Damaged as error:
+        raise QuantizeError(str(error)) from None
     with staging(source, out) as partial:
         size = write_checkpoint(source, shards, partial, names, settings, device)
         config["quantization_config"] = quantization_config(settings.calibration, settings.exclude, settings.lm_head)
