@@ -74,7 +74,7 @@ def applies(attention: Any, positions: Tensor, forward_batch: Any) -> bool:
         return False
     if not positions.is_cuda or torch.compiler.is_compiling() or not wanted():
         return False
-    return _is_plain(attention) and _is_paged(_backend(), positions.shape[0], forward_batch)
+    return _is_plain(attention) and _is_paged(_backend(), positions, forward_batch)
 
 
 def _is_plain(attention: Any) -> bool:
@@ -104,7 +104,7 @@ def _is_plain(attention: Any) -> bool:
     )
 
 
-def _is_paged(backend: Any, rows: int, forward_batch: Any) -> bool:
+def _is_paged(backend: Any, positions: Tensor, forward_batch: Any) -> bool:
     """Whether FlashAttention's metadata say of each request where its tokens are, one slot a page, in a plain cache."""
     from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
     from sglang.srt.layers.attention.graph_utils import padded_extend_real_tokens
@@ -123,7 +123,10 @@ def _is_paged(backend: Any, rows: int, forward_batch: Any) -> bool:
         and type(backend.token_to_kv_pool) is MHATokenToKVPool
         and metadata.page_table is not None
         and metadata.page_table.shape[0] >= metadata.cache_seqlens_int32.shape[0]
-        and forward_batch.out_cache_loc.shape[0] == rows
+        and metadata.page_table.dtype == metadata.cache_seqlens_int32.dtype == torch.int32
+        and forward_batch.out_cache_loc.shape == positions.shape
+        and forward_batch.out_cache_loc.dtype == positions.dtype == torch.int64
+        and forward_batch.out_cache_loc.is_contiguous()
         and getattr(spec, "ragged_verify_layout", None) is None
         and getattr(forward_batch, "_attn_output", None) is None
         and padded_extend_real_tokens(forward_batch.out_cache_loc, forward_batch) is None

@@ -148,6 +148,8 @@ CHANGES = {
     "deterministic sums": lambda s: setattr(s.backend, "num_splits", 1),
     "a translated cache": lambda s: setattr(s.backend.kv_index_translator, "is_translating", True),
     "another pool": lambda s: setattr(s.backend, "token_to_kv_pool", object()),
+    "slots in int32": lambda s: setattr(s.batch, "out_cache_loc", s.case.slots.int()),
+    "lengths in int64": lambda s: setattr(s.backend.forward_metadata, "cache_seqlens_int32", s.case.lengths.long()),
     "rows left out": lambda s: setattr(s.batch, "out_cache_loc", s.case.slots[:-1]),
     "rows of several lengths": lambda s: setattr(s.batch, "spec_info", SimpleNamespace(ragged_verify_layout=object())),
     "a processor": lambda s: setattr(s, "positions", s.case.positions),
