@@ -37,6 +37,7 @@ def folder(model, tmp_path):
 @pytest.fixture
 def quantise(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("sdsie_sglang.eval.chat.chat_ids", lambda model, text: [1, *range(2, 40)])
+    monkeypatch.setattr("sdsie_sglang.int4.quantize.OWN_TOKENS", 4)
 
     def run(*flags, out="out"):
         return main([str(folder), str(tmp_path / out), "--device", "cpu", *flags]), tmp_path / out
