@@ -42,6 +42,15 @@ AcceptLengths = Mapping[str, Mapping[int, float]]
 """Tokens a cycle of each calibration and gear."""
 
 
+def need_gpu(program: str) -> None:
+    """Before servers of an 8B shape are started. Raises SystemExit(2)."""
+    import torch
+
+    if not torch.cuda.is_available():
+        print(f"{program}: error: this measures on an NVIDIA GPU, and there is none here", file=sys.stderr)
+        raise SystemExit(2)
+
+
 def common_flags(target: Path, args: argparse.Namespace) -> list[str]:
     """Of every server."""
     return [
@@ -279,6 +288,7 @@ def main() -> int:
     if args.out.exists():
         record = json.loads(args.out.read_text())
     else:
+        need_gpu(parser.prog)
         record = measure(args, accept)
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(record, indent=1) + "\n")

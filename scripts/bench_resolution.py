@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_gears import ratio, run_once, start_all, write_shape
-from bench_int4_model import Rows, common_flags
+from bench_int4_model import Rows, common_flags, need_gpu
 
 from sdsie_sglang.eval import headline, machine
 from sdsie_sglang.eval.energy import MIN_WINDOW_S, Gpu, NoEnergy, Recorder, window_energy_j
@@ -197,6 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 2
     else:
+        need_gpu(parser.prog)
         record = measure(args)
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(record, indent=1) + "\n")
