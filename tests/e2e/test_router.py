@@ -1,9 +1,11 @@
 """Two servers behind SGLang's router, on the CPU engine with random models; where the router is installed."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -16,7 +18,7 @@ from sdsie_sglang.eval.server import Server, free_port
 from sdsie_sglang.eval.tiny_models import tiny_prompts, write_tiny_models
 from tests.e2e.test_parallel import counter
 
-ROUTER = shutil.which("sglang-router")
+ROUTER = shutil.which("sglang-router", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
 PROMPTS = tiny_prompts(4)
 TOKENS = 32
 PATIENCE_S = 60.0
