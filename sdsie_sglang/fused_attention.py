@@ -3,7 +3,8 @@
 SGLang rotates, copies queries, writes keys and values, and lets FlashAttention plan, attend and combine: five to seven
 launches a layer, at contexts of a few hundred tokens each longer in starting than in working. Here it is one
 (`kernels/skinny_attention`). It reads SGLang's own metadata of the batch (which slots, how long) and its KV cache, so
-that either may serve any pass. Everything that it does not know is left to SGLang.
+that either may serve any pass. Everything that it does not know is left to SGLang, and so is every GPU on which it was
+not measured (`kernels/skinny_attention/tuned`).
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from sdsie_sglang.config import config_from_env
 from sdsie_sglang.kernels.skinny_attention import skinny_attention
-from sdsie_sglang.kernels.skinny_attention.attention import MAX_ROWS, takes
+from sdsie_sglang.kernels.skinny_attention.attention import MAX_ROWS, measured, takes
 
 ARRIVED = "sdsie_arrived"  # in a layer's __dict__: what the kernel counts its blocks in
 
@@ -72,7 +73,7 @@ def applies(attention: Any, positions: Tensor, forward_batch: Any) -> bool:
     mode = forward_batch.forward_mode
     if not (mode.is_decode() or mode.is_target_verify() or mode.is_draft_extend_v2()):
         return False
-    if not positions.is_cuda or torch.compiler.is_compiling() or not wanted():
+    if not positions.is_cuda or torch.compiler.is_compiling() or not (wanted() and measured(positions.device)):
         return False
     return _is_plain(attention) and _is_paged(_backend(), positions, forward_batch)
 

@@ -115,6 +115,11 @@ def best_shape(group_rows: int, size: int, gpu: str = "") -> Shape:
     return _tuned(gpu).get((size, padded(group_rows)), guess)
 
 
+def measured(device: torch.device) -> bool:
+    """Whether the kernel was run and its cuts measured on this GPU: elsewhere nobody has seen it be right, or fast."""
+    return bool(_tuned(_gpu(device)))
+
+
 def padded(rows: int) -> int:
     """Rows as the tensor core takes them."""
     return max(16, 1 << (rows - 1).bit_length())

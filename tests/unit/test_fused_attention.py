@@ -21,6 +21,7 @@ from sglang.srt.models.llama import LlamaAttention  # noqa: E402
 from sdsie_sglang import fused_attention  # noqa: E402
 from sdsie_sglang.config import parse_config  # noqa: E402
 from sdsie_sglang.gears.limits import MAX_K  # noqa: E402
+from sdsie_sglang.kernels.skinny_attention import attention  # noqa: E402
 from sdsie_sglang.kernels.skinny_attention.attention import MARGIN  # noqa: E402
 from sdsie_sglang.kernels.skinny_attention.reference import attention_reference  # noqa: E402
 
@@ -89,6 +90,7 @@ class _Scene:
         )
         monkeypatch.setattr(fused_attention, "_backend", lambda: self.backend)
         monkeypatch.setattr(fused_attention, "wanted", lambda: True)
+        monkeypatch.setattr(fused_attention, "measured", lambda device: True)
 
     @property
     def applies(self) -> bool:
@@ -163,6 +165,11 @@ def test_anything_else_is_left_to_sglang(scene: _Scene, name: str) -> None:
     assert not scene.applies
     expected = object()
     assert fused_attention.forward(lambda *a: expected, scene.attention, scene.positions, scene.case.qkv, scene.batch)
+
+
+def test_a_gpu_on_which_it_was_not_measured(scene: _Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_attention, "measured", attention.measured)
+    assert not scene.applies
 
 
 def test_too_many_rows_go_to_sglang(scene: _Scene) -> None:
