@@ -1,8 +1,11 @@
 """Command lines: a wrong value or file is one line and exit code 2, said before anything is computed."""
 
 import argparse
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -25,3 +28,16 @@ def one_line(parser: argparse.ArgumentParser) -> Iterator[None]:
         parser.error(first_error(error))
     except (ValueError, OSError) as error:
         parser.error(" ".join(str(error).split()))
+
+
+def read_json(path: Path, what: str) -> dict[str, Any]:
+    """A file that holds one JSON object. Raises ValueError with one line that says `what` it should have been."""
+    try:
+        found = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"{what} {path}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise ValueError(f"{what} {path} is not JSON") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{what} {path} must hold names and values")
+    return found

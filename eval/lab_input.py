@@ -1,12 +1,11 @@
 """What the laboratory's commands are given, read and checked before anything is played."""
 
 import argparse
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sdsie_sglang.eval.arguments import one_line
+from sdsie_sglang.eval.arguments import one_line, read_json
 from sdsie_sglang.eval.cost_table import read_costs
 from sdsie_sglang.eval.trace import TraceSet, load
 from sdsie_sglang.gears import PolicySettings
@@ -38,14 +37,7 @@ def need_gears(parser: argparse.ArgumentParser, table: CostTable, gears: Iterabl
 def read_settings(parser: argparse.ArgumentParser, path: Path, table: CostTable) -> Mapping[str, Any]:
     """Settings of a policy, written by eval.tune, whose gears the table has."""
     with one_line(parser):
-        try:
-            settings = json.loads(path.read_text())
-        except OSError as error:
-            raise ValueError(f"settings file {path}: {error.strerror}") from None
-        except (ValueError, RecursionError):
-            raise ValueError(f"settings file {path} is not JSON") from None
-        if not isinstance(settings, dict):
-            raise ValueError(f"settings file {path} must hold names and values")
+        settings = read_json(path, "settings file")
         gears = PolicySettings(**settings).gears
     need_gears(parser, table, gears)
     return settings

@@ -22,7 +22,7 @@ from sdsie_sglang.demo import DemoError, compose
 from sdsie_sglang.demo.llama import Llama
 from sdsie_sglang.demo.replay import ServedText, repeated_share
 from sdsie_sglang.eval import machine
-from sdsie_sglang.eval.arguments import count, one_line
+from sdsie_sglang.eval.arguments import count, one_line, read_json
 from sdsie_sglang.eval.draft_chains import draft_chains
 from sdsie_sglang.eval.headline import ROOT, this_command, today
 from sdsie_sglang.gears.settings import MAX_K
@@ -173,13 +173,8 @@ def _named(parts: Sequence[np.ndarray]) -> dict[str, Any]:
 
 def read_answers(path: Path) -> dict[str, Any]:
     """A record of plain greedy answers. Raises ValueError with one line."""
-    try:
-        record = json.loads(path.read_text())
-    except OSError as error:
-        raise ValueError(f"answers {path}: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        raise ValueError(f"answers {path}: not JSON") from None
-    if not isinstance(record, dict) or not record.get("answers"):
+    record = read_json(path, "answers")
+    if not record.get("answers"):
         raise ValueError(f"answers {path}: there is no answer in them")
     return record
 
