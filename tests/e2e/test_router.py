@@ -1,4 +1,4 @@
-"""Two servers behind SGLang's router, on the CPU engine with random models; where the router is installed."""
+"""Two servers behind SGLang's router, on the CPU engine with random models."""
 
 import json
 import os
@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-import pytest
 import requests
 
 from sdsie_sglang.eval.server import Server, free_port
@@ -23,14 +22,12 @@ PROMPTS = tiny_prompts(4)
 TOKENS = 32
 PATIENCE_S = 60.0
 
-pytestmark = pytest.mark.skipif(ROUTER is None, reason="SGLang's router is not installed: pip install sglang-router")
-
 
 class Router:
     """The router before these servers, each of them in turn."""
 
     def __init__(self, servers: list[Server], log: Path) -> None:
-        assert ROUTER is not None
+        assert ROUTER is not None, "scripts/setup.sh installs SGLang's router"
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         command = [ROUTER, "launch", "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
