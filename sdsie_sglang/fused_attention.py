@@ -42,9 +42,8 @@ def forward(
     forward_batch: Any,
 ) -> Tensor:
     """AROUND `LlamaAttention.forward`: [rows, hidden]."""
-    if not isinstance(hidden_states, Tensor) or hidden_states.shape[0] > MAX_ROWS:
-        return original(attention, positions, hidden_states, forward_batch)
-    if not applies(attention, positions, forward_batch):
+    few = isinstance(hidden_states, Tensor) and hidden_states.shape[0] <= MAX_ROWS
+    if not (few and applies(attention, positions, forward_batch)):
         return original(attention, positions, hidden_states, forward_batch)
     qkv, _ = attention.qkv_proj(hidden_states)
     output, _ = attention.o_proj(attend(attention, positions, qkv, forward_batch))

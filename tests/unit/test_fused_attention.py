@@ -164,7 +164,8 @@ def test_anything_else_is_left_to_sglang(scene: _Scene, name: str) -> None:
     CHANGES[name](scene)
     assert not scene.applies
     expected = object()
-    assert fused_attention.forward(lambda *a: expected, scene.attention, scene.positions, scene.case.qkv, scene.batch)
+    got = fused_attention.forward(lambda *a: expected, scene.attention, scene.positions, scene.case.qkv, scene.batch)
+    assert got is expected
 
 
 def test_a_gpu_on_which_it_was_not_measured(scene: _Scene, monkeypatch: pytest.MonkeyPatch) -> None:
