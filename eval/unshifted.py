@@ -180,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{sum(p.same_tokens for p in comparison.prompts)} of {len(comparison.prompts)} answers the same"
     )
     if options.headline:
-        headline.update([figure(comparison, str(path.relative_to(headline.ROOT)))])
+        headline.update([figure(comparison, headline.in_repository(path))])
     return 0
 
 
