@@ -33,8 +33,9 @@ HEADS, GROUPS = 8, 4
 SIZES = {"8b": 128, "1b": 64}
 MS, CONTEXTS = (1, 2, 6), (200, 700, 3000)
 CUTS = [
-    Shape(block, short, 32, warps)
-    for block, short, warps in itertools.product((32, 64, 128), (128, 256, 512), (4, 8))
+    Shape(block, short, parts, 8)
+    for block, short, parts in itertools.product((64, 128), (64, 128, 256), (6, 12, 32))
+    if short >= block
 ]  # fmt: skip
 
 
@@ -93,11 +94,11 @@ def measure(model: str, ms: list[int], contexts: list[int], repeats: int) -> lis
             for cut in CUTS:
                 times = graph_us([functools.partial(run, attend=functools.partial(caches.attend, cut))], repeats)
                 added[cut] = (statistics.median(times) - without) / layers
-            row["added_us_a_layer"] = {f"{c.block}-{c.short}-{c.warps}": round(us, 3) for c, us in added.items()}
+            row["added_us_a_layer"] = {f"{c.block}-{c.short}-{c.parts}": round(us, 3) for c, us in added.items()}
             rows.append(row)
             best = sorted(added, key=added.__getitem__)[:4]
             print(f"{model} M={m} context {context}: {without:.0f} us without; a layer " + ", ".join(
-                f"{c.block}-{c.short}-{c.warps}: {added[c]:+.2f} us" for c in best), flush=True)  # fmt: skip
+                f"{c.block}-{c.short}-{c.parts}: {added[c]:+.2f} us" for c in best), flush=True)  # fmt: skip
             del caches
     return rows
 
@@ -105,10 +106,10 @@ def measure(model: str, ms: list[int], contexts: list[int], repeats: int) -> lis
 def best(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each head size and number of padded query rows the cut with the smallest sum over rows and contexts."""
     sums: dict[tuple[int, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    named = {f"{c.block}-{c.short}-{c.parts}": c for c in CUTS}
     for row in rows:
-        for cut, us in row["added_us_a_layer"].items():
-            sums[SIZES[row["model"]], attention.padded(row["m"] * GROUPS)][cut] += us
-    named = {f"{c.block}-{c.short}-{c.warps}": c for c in CUTS}
+        for cut in named:
+            sums[SIZES[row["model"]], attention.padded(row["m"] * GROUPS)][cut] += row["added_us_a_layer"][cut]
     return [
         {"size": size, "rows": padded, "shape": list(named[min(cuts, key=cuts.__getitem__)])}
         for (size, padded), cuts in sorted(sums.items())

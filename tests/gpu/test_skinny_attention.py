@@ -31,9 +31,11 @@ def _check(case: Case, got: Tensor, ours: Case) -> None:
     # outputs are averages of unit normals; bf16 rounds weights and results by 2^-9 of themselves
     assert (got.float() - expected).abs().max() < 0.03
     assert (got.float() - expected).abs().mean() < 1.5e-3
-    wrong = (ours.k_cache.float() - theirs.k_cache.float()).abs()
-    assert (wrong <= 0.0079 * theirs.k_cache.float().abs() + 1e-6).all(), "a key off by more than one rounding"
-    assert torch.equal(ours.v_cache, theirs.v_cache)
+    # all padded rows write to slot 0, in any order
+    keys = theirs.k_cache[1:].float()
+    wrong = (ours.k_cache[1:].float() - keys).abs()
+    assert (wrong <= 0.0079 * keys.abs() + 1e-6).all(), "a key off by more than one rounding"
+    assert torch.equal(ours.v_cache[1:], theirs.v_cache[1:])
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
