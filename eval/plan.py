@@ -259,11 +259,17 @@ def load_config(name_or_path: str) -> Config:
 
 
 def with_other_draft(config: Config, folder: Path) -> Config:
-    """The configuration with this second draft. Raises ConfigProblem."""
+    """The configuration with this second draft, measured at each K of the first one where requests come one at a time.
+    Raises ConfigProblem."""
     if not (folder / "config.json").is_file():
         raise ConfigProblem(f"{folder} is no checkpoint folder")
+    values = config.model_dump()
+    for name, part in values["parts"].items():
+        if any(phase.concurrency == 1 for phase in config.phases_of(name)):
+            others = (f"other-{method}" for method in part["methods"] if method.startswith("draft-k"))
+            part["methods"] = (*part["methods"], *(other for other in others if other not in part["methods"]))
     try:
-        return Config(**{**config.model_dump(), "other_draft": str(folder)})
+        return Config(**{**values, "other_draft": str(folder)})
     except ValidationError as error:
         raise ConfigProblem(first_error(error)) from None
 

@@ -287,9 +287,9 @@ def _picture(blocks: list[Block], figure: object, caption: str) -> None:
 
 
 def headline_figures(summary: Summary, folder: Path) -> list[headline.Figure]:
-    """Of the demo models on a GPU, one request at a time. Empty for anything else, a second draft included."""
+    """Of the demo models on a GPU, one request at a time. Empty for anything else."""
     found: list[headline.Figure] = []
-    if summary.config["models"] != "demo" or summary.config.get("other_draft") is not None:
+    if summary.config["models"] != "demo":
         return found
     for part in summary.parts:
         phase = next((p for p in part.phases if p.concurrency == 1), None)

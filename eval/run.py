@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--part", action="append", help="measure only this part (may be repeated)")
     parser.add_argument("--repetition", action="append", type=int, help="only this one, from 0 (may be repeated)")
     parser.add_argument("--start-ahead", type=int, help="servers started side by side; default: the configuration's")
-    parser.add_argument("--other-draft", type=Path, metavar="DIR", help="a second draft, for the preset `drafts`")
+    parser.add_argument("--other-draft", type=Path, metavar="DIR", help="a second draft, measured beside the first")
     parser.add_argument("--out", type=Path, help=f"default: {RESULTS.relative_to(headline.ROOT)}/NAME")
     parser.add_argument("--plan", action="store_true", help="print what would be measured and how long, and stop")
     args = parser.parse_args(argv)

@@ -10,7 +10,7 @@ import pytest
 from sdsie_sglang.eval import load, record, report, rules, run, tenants
 from sdsie_sglang.eval.energy import Gpu, mean_power_w
 from sdsie_sglang.eval.methods import METHODS, Models
-from sdsie_sglang.eval.plan import Ask, WarmUp
+from sdsie_sglang.eval.plan import Ask, WarmUp, load_config, with_other_draft
 from sdsie_sglang.eval.prompts import timed_prompts
 from sdsie_sglang.eval.record import read_all
 from sdsie_sglang.eval.server import Server, ServerFailed
@@ -322,6 +322,15 @@ def test_a_second_draft_is_named_on_the_command_line(start, tmp_path, capsys, mo
     assert run.main(command) == 0
     drafts = {r.datapoint.method: r.server_info["speculative_draft_model_path"] for r in read_all(out)[1:3]}
     assert drafts == {"draft-k3": "D", "other-draft-k3": record.portable(str(other))}
+
+
+def test_a_second_draft_joins_the_first_where_requests_come_one_at_a_time(tmp_path):
+    (tmp_path / "config.json").touch()
+    config = with_other_draft(load_config("short"), tmp_path)
+    assert config.parts["one"].methods[-3:] == ("other-draft-k3", "other-draft-k5", "other-draft-k7")
+    assert config.parts["sixteen"] == load_config("short").parts["sixteen"]
+    drafts = load_config("drafts")
+    assert with_other_draft(drafts, tmp_path).parts == drafts.parts
 
 
 def test_start_ahead_can_be_chosen_for_a_run(start, config_path, tmp_path):
