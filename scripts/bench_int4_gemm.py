@@ -6,6 +6,7 @@
     python scripts/bench_int4_gemm.py --dram                           # DRAM bytes by ncu, needs its permissions
     python scripts/bench_int4_gemm.py --tune                           # measure tiles first, keep them on disk
 
+GemLite and what it is allowed to search: gemlite_rival.py.
 A rival that does not import or compile, or whose seconds are used up (--rival-seconds: preparation, autotuning and
 timing over the whole run), is left out from then on and named, with the reason, in the record and beside the figure;
 the cells that it has by then count.
@@ -19,7 +20,6 @@ import csv
 import io
 import json
 import math
-import os
 import signal
 import statistics
 import subprocess
@@ -38,6 +38,8 @@ from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+import gemlite_rival  # noqa: E402
 
 from sdsie_sglang.eval import headline  # noqa: E402
 from sdsie_sglang.kernels.int4_gemm import gemm, int4_gemm, pack, quantize, tune_shape  # noqa: E402
@@ -141,12 +143,10 @@ def tinygemm_calls(weight: QuantizedWeight, copies: int, dtype: torch.dtype) -> 
 def gemlite_calls(weight: QuantizedWeight, copies: int, dtype: torch.dtype) -> list[Call]:
     """GemLite's A16W4 with its own autotuning."""
     try:
-        import gemlite
+        gemlite_rival.load()
         from gemlite.helper import A16Wn
     except Exception as error:  # not installed, or not for this Triton
         raise Unavailable(f"gemlite does not import ({type(error).__name__}: {error})") from error
-    if os.environ.get("GEMLITE_AUTOTUNE"):
-        gemlite.set_autotune(os.environ["GEMLITE_AUTOTUNE"])
     zeros = torch.full_like(weight.scales, 8.0)
     layers = [
         A16Wn(device="cuda:0", dtype=dtype).from_weights(
@@ -235,6 +235,7 @@ def measure_shape(
     torch.manual_seed(0)
     weight = quantize(torch.randn(n, k, device="cuda") / math.sqrt(k), args.group, scale_dtype=dtype)
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
+    xs = {m: torch.randn(m, k, device="cuda").to(dtype) for m in args.m}
     calls: dict[str, list[Call]] = {}
     for provider in args.providers:
         if provider in skipped:
@@ -243,12 +244,15 @@ def measure_shape(
         try:
             with budget.of(provider):
                 calls[provider] = PROVIDERS[provider](weight, copies, dtype)
+                if provider == "gemlite":
+                    gemlite_rival.compile_ahead(
+                        calls[provider][0], [x for m, x in xs.items() if m <= args.rivals_up_to]
+                    )
         except (Exception, OutOfTime) as reason:
             leave_out(provider, reason, skipped, budget)
     reference = weight.dequantize()
     rows = []
-    for m in args.m:
-        x = torch.randn(m, k, device="cuda").to(dtype)
+    for m, x in xs.items():
         exact = x.float() @ reference.T
         for provider, functions in calls.items():
             if provider in skipped or (provider in RIVALS and m > args.rivals_up_to):
@@ -543,6 +547,7 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], Path]:
         "command": headline.this_command(),
         "skipped": skipped,
         "rival_seconds_used": {name: round(seconds, 1) for name, seconds in budget.used.items()},
+        "gemlite": gemlite_rival.chosen(),
         "rows": rows,
     }
     if args.dram:
