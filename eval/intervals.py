@@ -1,8 +1,13 @@
 """Estimates with intervals: paired by prompt, resampled by prompt and by repetition, on SciPy.
 
 Answers of one prompt are alike, and so is everything that one server measured: prompts and repetitions are
-resampled as wholes, each independently of the other. With one repetition the interval says nothing about how
-servers differ; with few it says too little (a factor of sqrt((R-1)/R) too narrow in that direction).
+resampled as wholes, each independently of the other. A bootstrap of few wholes is too narrow: two repetitions that
+differ by luck alone leave the truth out half of the time. So the intervals of changes are stretched to the width that a
+jackknife over prompts and repetitions with Student's t asks for (Satterthwaite's degrees of freedom). With one repetition
+the interval says nothing about how servers differ.
+
+Sources: Owen, The pigeonhole bootstrap, Annals of Applied Statistics 1 (2007); Hesterberg, What Teachers Should Know About
+the Bootstrap, The American Statistician 69 (2015), on its narrowness; Satterthwaite, Biometrics Bulletin 2 (1946).
 """
 
 from collections.abc import Callable, Sequence
@@ -54,6 +59,42 @@ def estimate(statistic: Statistic, prompts: int, repetitions: int, seed: int) ->
     return Estimate(value=value, low=float(found.confidence_interval.low), high=float(found.confidence_interval.high))
 
 
+def change(statistic: Statistic, prompts: int, repetitions: int, seed: int) -> Estimate:
+    """`estimate` of a relative change, its interval stretched on both sides for how few were resampled."""
+    found = estimate(statistic, prompts, repetitions, seed)
+    needed = _half_width(statistic, prompts, repetitions)
+    if found.low is None or found.high is None or needed is None or found.value <= -1.0:
+        return found
+    middle, low, high = (float(np.log1p(x)) for x in (found.value, found.low, found.high))
+    if not np.isfinite(needed) or not high > low:
+        return found
+    stretch = max(1.0, 2 * needed / (high - low))
+    return Estimate(
+        value=found.value,
+        low=float(np.expm1(middle - stretch * max(0.0, middle - low))),
+        high=float(np.expm1(middle + stretch * max(0.0, high - middle))),
+    )
+
+
+def _half_width(statistic: Statistic, prompts: int, repetitions: int) -> float | None:
+    """Of the 95 % interval of log(1 + change), by leaving out each prompt and each repetition; None if nothing varies."""
+    rows, columns = np.arange(prompts), np.arange(repetitions)
+    variances, degrees = [], []
+    for left_out in (
+        [statistic(np.delete(rows, i), columns) for i in rows] if prompts > 1 else [],
+        [statistic(rows, np.delete(columns, i)) for i in columns] if repetitions > 1 else [],
+    ):
+        if left_out:
+            n = len(left_out)
+            variances.append((n - 1) * float(np.var(np.log1p(left_out))))
+            degrees.append(n - 1)
+    total = sum(variances)
+    if not total > 0.0:
+        return None
+    freedom = total**2 / sum(v**2 / d for v, d in zip(variances, degrees, strict=True))
+    return float(stats.t.ppf((1 + LEVEL) / 2, freedom) * np.sqrt(total))
+
+
 def speed_change(over: Array, under: Array, seed: int = 0) -> Estimate:
     """Geometric mean over prompts and repetitions of over/under, less 1. Arrays are [prompts, repetitions]."""
     logs = np.log(over / under)
@@ -61,7 +102,7 @@ def speed_change(over: Array, under: Array, seed: int = 0) -> Estimate:
     def statistic(p: NDArray[np.intp], r: NDArray[np.intp]) -> Array:
         return np.expm1(logs[p[..., :, None], r[..., None, :]].mean((-2, -1)))
 
-    return estimate(statistic, logs.shape[0], logs.shape[1], seed)
+    return change(statistic, logs.shape[0], logs.shape[1], seed)
 
 
 def energy_change(over_j: Array, over_tokens: Array, under_j: Array, under_tokens: Array, seed: int = 0) -> Estimate:
@@ -75,7 +116,7 @@ def energy_change(over_j: Array, over_tokens: Array, under_j: Array, under_token
         sums = [a[where].sum((-2, -1)) for a in (over_j, over_tokens, under_j, under_tokens)]
         return sums[0] / sums[1] / (sums[2] / sums[3]) - 1
 
-    return estimate(statistic, over_j.shape[0], over_j.shape[1], seed)
+    return change(statistic, over_j.shape[0], over_j.shape[1], seed)
 
 
 def wilcoxon_p(over: Array, under: Array) -> float | None:
