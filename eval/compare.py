@@ -7,6 +7,7 @@ is chosen on one half of the prompts and reported on the other.
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from sdsie_sglang.eval.energy import (
 from sdsie_sglang.eval.fidelity import Identity, identity
 from sdsie_sglang.eval.intervals import Array, Estimate, energy_change, holm, speed_change, wilcoxon_p
 from sdsie_sglang.eval.methods import METHODS, PLAIN
+from sdsie_sglang.eval.plan import asks
 from sdsie_sglang.eval.record import Record, Request
 from sdsie_sglang.eval.rules import Flag
 
@@ -129,6 +131,7 @@ class Cells:
 
     prompts: tuple[str, ...]
     categories: tuple[str, ...]
+    repetitions: tuple[int, ...]
     speed: Array  # geometric mean over the prompt's forms, output tokens a second
     decode: Array
     tokens: Array
@@ -194,6 +197,7 @@ def cells(records: Sequence[Record], phase: int) -> Cells:
     return Cells(
         prompts=tuple(prompt for prompt, _ in order),
         categories=tuple(category for _, category in order),
+        repetitions=tuple(record.datapoint.repetition for record in records),
         speed=table(lambda rs: geometric([r.tok_per_s for r in rs])),
         decode=table(lambda rs: geometric([r.decode_tok_per_s for r in rs])),
         tokens=table(lambda rs: sum(r.tokens for r in rs)),
@@ -290,7 +294,10 @@ def gear_shares(requests: Sequence[Request]) -> dict[str, float]:
 
 
 def summarise(records: Sequence[Record]) -> Summary:
-    """Everything the report shows. Raises ValueError if no part has a complete repetition."""
+    """Everything the report shows. Raises ValueError if no part has a complete repetition, or if a record does not hold
+    what its plan asks for."""
+    for record in records:
+        check_requests(record)
     by_part: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         by_part[record.datapoint.part].append(record)
@@ -300,6 +307,15 @@ def summarise(records: Sequence[Record]) -> Summary:
         raise ValueError("no part has both brackets and a method between them yet")
     programs = list(dict.fromkeys(record.program for record in records))
     return Summary(name=config.name, commands=programs, config=config.model_dump(mode="json"), parts=parts)
+
+
+def check_requests(record: Record) -> None:
+    """Raises ValueError unless a record has each request of its phases once."""
+    point, config = record.datapoint, record.config
+    for phase in range(len(config.phases_of(point.part))):
+        wanted = sorted(ask.key for ask in asks(config, point.part, phase, point.repetition))
+        if len(record.phases) <= phase or sorted(request.key for request in record.of_phase(phase)) != wanted:
+            raise ValueError(f"{point.path(Path())}: the requests of phase {phase} are not those of its plan")
 
 
 def _complete(records: Sequence[Record]) -> list[int]:
@@ -452,7 +468,7 @@ def _head_to_head(best: list[Best], measured: dict[str, tuple[Cells, Cells]], se
     for i, first in enumerate(best):
         for second in best[i + 1 :]:
             over, under = (measured[b.method][0] for b in (first, second))
-            if over.speed.shape != under.speed.shape:
+            if over.repetitions != under.repetitions:
                 continue
             _, reporting = halves(over)
             over, under = over.rows(reporting), under.rows(reporting)

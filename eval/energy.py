@@ -13,8 +13,10 @@ on power readings that see a part of the runtime only.
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from types import TracebackType
 from typing import Any, Self
 
@@ -94,12 +96,25 @@ class Gpu:
             raise NoEnergy(f"GPU {index} gives no energy: {error}") from None
 
     def energy_j(self) -> float:
-        return self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._gpu) / 1000
+        with self._reading():
+            return self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._gpu) / 1000
 
     def power_w(self) -> float:
-        return self._nvml.nvmlDeviceGetPowerUsage(self._gpu) / 1000
+        with self._reading():
+            return self._nvml.nvmlDeviceGetPowerUsage(self._gpu) / 1000
 
     def slow(self, t_s: float) -> SlowReading:
+        with self._reading():
+            return self._slow(t_s)
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except self._nvml.NVMLError as error:
+            raise NoEnergy(f"the GPU cannot be read any more: {error}") from error
+
+    def _slow(self, t_s: float) -> SlowReading:
         nvml, gpu, pids = self._nvml, self._gpu, self.pids()
         return SlowReading(
             t_s=t_s,
@@ -180,12 +195,14 @@ def quantum(readings: Readings) -> Quantum:
 
 def window_energy_j(readings: Readings, start_s: float, end_s: float, min_s: float = MIN_WINDOW_S) -> float:
     """Energy of a window, from its first edge to its last; what lies outside them (less than one step at each
-    end) counts at the mean power between them. Raises NoEnergy: too short, or the counter did not move."""
+    end) counts at the mean power between them. Raises NoEnergy: too short, or the counter stood still or went back."""
     if end_s - start_s < min_s:
         raise NoEnergy(f"a window of {end_s - start_s:.1f} s is shorter than {min_s:.0f} s")
     edges = [(t, e) for t, e in readings.energy_j[1:] if start_s <= t <= end_s]
     if len(edges) < 2:
         raise NoEnergy("the energy counter did not move within the window")
+    if any(after < before for (_, before), (_, after) in pairwise(edges)):
+        raise NoEnergy("the energy counter went backwards within the window")
     (first_s, first_j), (last_s, last_j) = edges[0], edges[-1]
     return (last_j - first_j) / (last_s - first_s) * (end_s - start_s)
 

@@ -9,16 +9,23 @@ served precision's distributions are from float32's (KL, the size of rounding), 
 """
 
 import argparse
-import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from pydantic import BaseModel
+from tqdm import tqdm
+
+from sdsie_sglang.demo import DemoError
+from sdsie_sglang.eval.arguments import count
 
 MAX_MARGIN = 0.25
 """Nats. A token that the target finds less likely than plain's by more than this was not lost to rounding."""
+
+
+FILE = "fidelity.json"
 
 
 class Identity(BaseModel):
@@ -58,6 +65,19 @@ class Parting(BaseModel):
         return abs(self.margin) <= MAX_MARGIN
 
 
+class Fidelity(BaseModel):
+    """What the target said of a folder's differing answers.
+
+    Args:
+        judged: the servers (paths of their records in the folder) whose answers were compared with plain's.
+        limit: differing answers of a server that were judged at most.
+    """
+
+    judged: list[str]
+    limit: int
+    partings: list[Parting]
+
+
 def first_difference(plain: Sequence[int], other: Sequence[int]) -> int | None:
     """Index of the first token that differs (or where one ends), or None."""
     for i, (a, b) in enumerate(zip(plain, other, strict=False)):
@@ -79,6 +99,13 @@ def identity(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Identity:
     )
 
 
+def served_dtype(target: str, asked: str) -> Any:
+    """The precision (a torch.dtype) in which SGLang serves a target that is started with `--dtype asked`."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    return ModelConfig(target, dtype=asked).dtype
+
+
 class Judge:
     """The target in float32 and in the served precision, on a GPU if there is one."""
 
@@ -93,7 +120,7 @@ class Judge:
             return AutoModelForCausalLM.from_pretrained(target, dtype=kind).to(self._device).eval()
 
         self._exact = load(torch.float32)
-        served = getattr(torch, dtype, torch.float32)
+        served = served_dtype(target, dtype)
         self._served = self._exact if served == torch.float32 else load(served)
 
     def log_probs(self, ids: Sequence[int], start: int, *, served: bool = False) -> Any:
@@ -129,13 +156,15 @@ class Judge:
         return float(-log_probs.gather(1, taken[:, None]).mean())
 
 
-def measure(folder: Path, limit: int) -> list[Parting]:
-    """Asks the target about the first `limit` differing answers of each method. Empty if none differ."""
+def measure(folder: Path, limit: int) -> Fidelity:
+    """Asks the target about the first `limit` differing answers of each server. Raises ValueError, Damaged."""
     from sdsie_sglang.eval.chat import chat_ids
     from sdsie_sglang.eval.plan import asks, resolve_models
     from sdsie_sglang.eval.record import read_all
 
     records = read_all(folder)
+    if not records:
+        raise ValueError(f"{folder} holds no records")
     plain = {
         (r.datapoint.part, r.datapoint.repetition, q.key): q
         for r in records
@@ -152,9 +181,8 @@ def measure(folder: Path, limit: int) -> list[Parting]:
     models = resolve_models(config)
     judge: Judge | None = None
     found: list[Parting] = []
-    for record in records:
-        if record.datapoint.role == "open":
-            continue
+    others = [record for record in records if record.datapoint.role != "open"]
+    for record in tqdm(others, unit="server"):
         asked = 0
         for request in record.requests:
             base = plain.get((record.datapoint.part, record.datapoint.repetition, request.key))
@@ -167,20 +195,33 @@ def measure(folder: Path, limit: int) -> list[Parting]:
             if parting is not None:
                 found.append(parting)
                 asked += 1
-    return found
+    judged = [str(record.datapoint.path(Path())) for record in others]
+    return Fidelity(judged=judged, limit=limit, partings=found)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m sdsie_sglang.eval.fidelity", description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--limit", type=int, default=40, help="differing answers of each server (default 40)")
-    args = parser.parse_args()
-    found = measure(args.folder, args.limit)
-    path = args.folder / "fidelity.json"
-    path.write_text(json.dumps([p.model_dump() for p in found], indent=1) + "\n")
-    rounded = sum(p.is_rounding for p in found)
-    print(f"{len(found)} differing answers, {rounded} part at a near tie (within {MAX_MARGIN} nats): {path}")
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m sdsie_sglang.eval.fidelity",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", type=Path, help="a folder of records of sdsie_sglang.eval.run")
+    parser.add_argument("--limit", type=count, default=40, help="differing answers of each server (default 40)")
+    args = parser.parse_args(argv)
+    try:
+        found = measure(args.folder, args.limit)
+    except (ValueError, OSError, DemoError) as error:
+        print(f"fidelity: {error}", file=sys.stderr)
+        return 2
+    path = args.folder / FILE
+    path.write_text(found.model_dump_json(indent=1) + "\n")
+    rounded = sum(p.is_rounding for p in found.partings)
+    print(
+        f"{len(found.judged)} servers, {len(found.partings)} differing answers judged, {rounded} part at a near tie "
+        f"(within {MAX_MARGIN} nats): {path}"
+    )
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

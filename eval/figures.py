@@ -2,6 +2,7 @@
 
 import base64
 import io
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,9 +55,9 @@ def _new(height_in: float) -> tuple[Figure, Axes]:
 
 
 def _error(values: Sequence[Estimate], scale: float = 100.0) -> np.ndarray:
-    """Distances of the ends, 2 x n, as matplotlib wants them; none where there is no interval."""
-    low = [e.value - (e.low if e.low is not None else e.value) for e in values]
-    high = [(e.high if e.high is not None else e.value) - e.value for e in values]
+    """Distances of the ends, 2 x n, as matplotlib wants them; NaN, which draws nothing, where there is no interval."""
+    low = [math.nan if e.low is None else e.value - e.low for e in values]
+    high = [math.nan if e.high is None else e.high - e.value for e in values]
     return np.maximum(np.array([low, high]) * scale, 0)
 
 

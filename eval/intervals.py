@@ -2,12 +2,12 @@
 
 Answers of one prompt are alike, and so is everything that one server measured: prompts and repetitions are
 resampled as wholes, each independently of the other. A bootstrap of few wholes is too narrow: two repetitions that
-differ by luck alone leave the truth out half of the time. So the intervals of changes are stretched to the width that a
-jackknife over prompts and repetitions with Student's t asks for (Satterthwaite's degrees of freedom). With one repetition
-the interval says nothing about how servers differ.
+differ by luck alone leave the truth out half of the time. So the intervals of changes are stretched to the width that
+a jackknife over prompts and repetitions with Student's t asks for (Satterthwaite's degrees of freedom). With one
+repetition the interval says nothing about how servers differ.
 
-Sources: Owen, The pigeonhole bootstrap, Annals of Applied Statistics 1 (2007); Hesterberg, What Teachers Should Know About
-the Bootstrap, The American Statistician 69 (2015), on its narrowness; Satterthwaite, Biometrics Bulletin 2 (1946).
+Sources: Owen, The pigeonhole bootstrap, Annals of Applied Statistics 1 (2007); Hesterberg, What Teachers Should Know
+About the Bootstrap, The American Statistician 69 (2015); Satterthwaite, Biometrics Bulletin 2 (1946).
 """
 
 from collections.abc import Callable, Sequence
@@ -77,7 +77,7 @@ def change(statistic: Statistic, prompts: int, repetitions: int, seed: int) -> E
 
 
 def _half_width(statistic: Statistic, prompts: int, repetitions: int) -> float | None:
-    """Of the 95 % interval of log(1 + change), by leaving out each prompt and each repetition; None if nothing varies."""
+    """Of the 95 % interval of log(1 + change), leaving out each prompt and each repetition; None if nothing varies."""
     rows, columns = np.arange(prompts), np.arange(repetitions)
     variances, degrees = [], []
     for left_out in (

@@ -5,6 +5,7 @@ A part is measured in one go on one machine; methods are compared only within th
 
 import hashlib
 import random
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,9 @@ SUFFIXES = (
     "Compare it with something from daily life.",
     "Close with one line of advice.",
 )
+
+
+PART_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
 
 
 class ConfigProblem(ValueError):
@@ -190,6 +194,8 @@ class Config(_Strict):
             for name in its.methods:
                 if name not in METHODS:
                     raise ValueError(f"part {part} names {name!r}; known are {', '.join(METHODS)}")
+            if not PART_NAME.fullmatch(part):  # it names a folder
+                raise ValueError(f"part {part!r}: a name has small letters, digits, - and _")
             if not its.methods or len(set(its.methods)) != len(its.methods):
                 raise ValueError(f"part {part} must name each of its methods once")
         return parts
@@ -248,7 +254,7 @@ def load_config(name_or_path: str) -> Config:
     except OSError:
         presets = ", ".join(sorted(p.stem for p in CONFIGS.glob("*.yaml")))
         raise ConfigProblem(f"no such configuration: {path} (presets: {presets})") from None
-    except yaml.YAMLError:
+    except (yaml.YAMLError, UnicodeDecodeError):
         raise ConfigProblem(f"{path} is not YAML") from None
     if not isinstance(values, dict):
         raise ConfigProblem(f"{path} must hold names and values")

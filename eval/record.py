@@ -1,17 +1,21 @@
 """The record of one server's life: raw readings and how they came about. Every figure is computed from records."""
 
+import hashlib
 import json
 import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from sdsie_sglang.eval.energy import Readings
 from sdsie_sglang.eval.plan import Config, Datapoint
+from sdsie_sglang.gears.settings import first_error
 
 VERSION = 1
+SCRATCH = ".part"
+"""How a file's name ends while it is written; what a killed run leaves of one is of no use."""
 
 
 class Request(BaseModel):
@@ -138,24 +142,60 @@ class Damaged(ValueError):
 
 
 def write(record: Record, path: Path) -> None:
-    """Writes a new record at once or not at all. Raises FileExistsError rather than overwrite."""
+    """Writes a new record at once or not at all, sealed. Raises FileExistsError rather than overwrite."""
+    values = json.loads(record.model_dump_json())
+    write_new(path, json.dumps({**values, "seal": _seal(values)}, separators=(",", ":")) + "\n")
+
+
+def write_new(path: Path, text: str) -> None:
+    """A new file with all of the text, or none. Raises FileExistsError rather than overwrite."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(".part")
-    scratch.write_text(record.model_dump_json() + "\n")
+    scratch = path.with_suffix(f".{os.getpid()}{SCRATCH}")
     try:
+        with scratch.open("w") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
         os.link(scratch, path)
     finally:
-        scratch.unlink()
+        scratch.unlink(missing_ok=True)
+
+
+def _seal(values: dict[str, Any]) -> str:
+    """Of everything else in a record: a figure that was touched up afterwards does not fit it."""
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def read(path: Path) -> Record:
     """Raises Damaged."""
     try:
-        return Record(**json.loads(path.read_text()))
-    except (OSError, ValueError) as error:
-        raise Damaged(f"{path}: {str(error).splitlines()[0]}") from None
+        values = json.loads(path.read_text())
+        if not isinstance(values, dict):
+            raise Damaged(f"{path} is no record")
+        seal = values.pop("seal", None)  # the first records had none
+        if seal is not None and seal != _seal(values):
+            raise Damaged(f"{path} was changed after it was measured")
+        return Record(**values)
+    except Damaged:
+        raise
+    except ValidationError as error:
+        raise Damaged(f"{path}: {first_error(error)}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise Damaged(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
 
 
 def read_all(folder: Path) -> list[Record]:
-    """All records under a results folder, in the order of their paths. Raises Damaged."""
-    return [read(path) for path in sorted(folder.glob("*/rep*/*.json"))]
+    """All records under a results folder, in the order of their paths.
+
+    Raises Damaged: also for a record that lies where another belongs, or that was measured under another configuration.
+    """
+    records: list[Record] = []
+    for path in sorted(folder.glob("*/rep*/*.json")):
+        record = read(path)
+        if record.datapoint.path(folder) != path:
+            raise Damaged(f"{path} is the record of {record.datapoint.path(Path())}")
+        if record.config_digest != (records or [record])[0].config_digest:
+            raise Damaged(f"{path} was measured under another configuration than the records before it")
+        records.append(record)
+    return records

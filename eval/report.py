@@ -12,16 +12,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from sdsie_sglang.demo import DemoError
 from sdsie_sglang.eval import figures, headline, machine
+from sdsie_sglang.eval.arguments import read_json
 from sdsie_sglang.eval.chat import decode
 from sdsie_sglang.eval.compare import Change, MethodSummary, PartSummary, PhaseSummary, Summary, summarise
-from sdsie_sglang.eval.fidelity import MAX_MARGIN, Parting
+from sdsie_sglang.eval.fidelity import FILE, MAX_MARGIN, Fidelity
 from sdsie_sglang.eval.intervals import Estimate
 from sdsie_sglang.eval.page import Answer, Block, Code, Flags, Heading, Picture, Table, Text, markdown, page
 from sdsie_sglang.eval.plan import resolve_models
-from sdsie_sglang.eval.record import Damaged, Record, read_all
+from sdsie_sglang.eval.record import Record, read_all
 from sdsie_sglang.eval.token_gears import example, pieces
+from sdsie_sglang.gears.settings import first_error
 
 NONE = "–"
 
@@ -49,7 +53,7 @@ def share(value: float | None) -> str:
     return NONE if value is None else f"{100 * value:.0f} %"
 
 
-def build(records: Sequence[Record], summary: Summary, partings: Sequence[Parting]) -> list[Block]:
+def build(records: Sequence[Record], summary: Summary, fidelity: Fidelity | None) -> list[Block]:
     """The whole report."""
     config = records[0].config
     blocks: list[Block] = [
@@ -65,7 +69,7 @@ def build(records: Sequence[Record], summary: Summary, partings: Sequence[Partin
     for part in summary.parts:
         blocks += part_blocks(part, [r for r in records if r.datapoint.part == part.part])
     blocks += gear_blocks(records)
-    blocks += fidelity_blocks(partings)
+    blocks += fidelity_blocks(records, fidelity)
     blocks += method_blocks(records, summary)
     return blocks
 
@@ -122,7 +126,21 @@ def phase_blocks(phase: PhaseSummary) -> list[Block]:
             ["method", "decode speed", "tok/s in all", "first token, ms", "J/total token", "mean tokens", "prefix"],
             [detail_row(m) for m in [base, *phase.methods]],
         ),
+        Text(
+            "Speed, decode speed (after the first token) and energy are against plain. Tokens a pass: all tokens over "
+            "the target's passes after prefill. Identical: answers that are plain's to the last token; prefix: mean "
+            "share of plain's answer before the first difference. First token: median.",
+            note=True,
+        ),
     ]  # fmt: skip
+    if once := [m.method for m in phase.methods if m.repetitions == 1]:
+        blocks.append(
+            Text(
+                f"Measured on one server each: {', '.join(once)}. Their intervals say how much prompts differ, and "
+                "nothing of how another start of the same server would differ; the A/A test does.",
+                note=True,
+            )
+        )
     _picture(blocks, figures.speed_energy(phase), "Speed against energy per output token; right and down is better.")
     _picture(blocks, figures.forest(phase), "Speed against plain decoding, with 95 % intervals.")
     if phase.best:
@@ -220,15 +238,22 @@ def gear_blocks(records: Sequence[Record]) -> list[Block]:
     return blocks
 
 
-def fidelity_blocks(partings: Sequence[Parting]) -> list[Block]:
+def fidelity_blocks(records: Sequence[Record], fidelity: Fidelity | None) -> list[Block]:
+    """What the target says of differing answers, and of which servers it was not asked."""
     blocks: list[Block] = [Heading("Fidelity")]
-    if not partings:
-        blocks.append(
-            Text(
-                "Token identity is in the tables. No differing answer was judged by the target "
-                "(python -m sdsie_sglang.eval.fidelity DIR does that where answers differ)."
-            )
+    to_judge = {str(r.datapoint.path(Path())) for r in records if r.datapoint.role != "open"}
+    missing = sorted(to_judge - set(fidelity.judged if fidelity is not None else ()))
+    if missing:
+        text = (
+            "The target has not been asked about differing answers yet"
+            if fidelity is None
+            else f"The target has not been asked about these servers' answers yet: {', '.join(missing)}"
         )
+        blocks.append(Text(f"{text} (python -m sdsie_sglang.eval.fidelity DIR). Token identity is in the tables."))
+    partings = fidelity.partings if fidelity is not None else []
+    if not partings:
+        if fidelity is not None:
+            blocks.append(Text(f"No answer of {len(fidelity.judged)} servers differs from plain's in a token."))
         return blocks
     rows = []
     for method in dict.fromkeys(p.method for p in partings):
@@ -268,8 +293,10 @@ def method_blocks(records: Sequence[Record], summary: Summary) -> list[Block]:
             "Speed: output tokens of a request over its time, prefill included, paired by prompt with the mean of the "
             "two brackets; geometric mean. Energy: NVML's total-energy counter over each phase, from counter edge to "
             "counter edge, a method's phases together at least 10 s, shared among the requests that ran. Intervals: "
-            "bootstrap over prompts and over repetitions (2000 draws). p: Wilcoxon's signed-rank test over prompts, "
-            "Holm-corrected over a table's methods."
+            "bootstrap over prompts and over repetitions (2000 draws), stretched to the width of a jackknife with "
+            "Student's t, since prompts of a category and repetitions are few. p: Wilcoxon's signed-rank test over "
+            "prompts, Holm-corrected over a table's methods; it takes the servers as they were, so that what makes one "
+            "server a little faster on all prompts makes it small: the interval says if it outlasts a restart."
         ),
         Text(f"Python {records[0].machine['python']}, {packages}." if "python" in records[0].machine else packages),
         Code("\n".join(summary.commands)),
@@ -295,8 +322,15 @@ def headline_figures(summary: Summary, folder: Path) -> list[headline.Figure]:
         phase = next((p for p in part.phases if p.concurrency == 1), None)
         if phase is None or not part.machine["gpus"]:
             continue
+        rules = sorted({flag.rule for flag in part.flags})
+        caveats = f"; flags of the part: {', '.join(rules)}" if rules else ""
+        if part.missing:
+            caveats += f"; not measured: {', '.join(part.missing)}"
 
-        def add(name: str, estimate: Estimate | None, note: str, ratio: bool = True, part: PartSummary = part) -> None:
+        def add(
+            name: str, estimate: Estimate | None, note: str, ratio: bool = True, part: PartSummary = part,
+            caveats: str = caveats,
+        ) -> None:  # fmt: skip
             if estimate is None:
                 return
             shift = 1.0 if ratio else 0.0
@@ -305,7 +339,8 @@ def headline_figures(summary: Summary, folder: Path) -> list[headline.Figure]:
                 headline.Figure(
                     name=name, value=estimate.value + shift, low=low, high=high, unit="1",
                     where=machine.where(part.machine), record=headline.in_repository(folder / part.part),
-                    command=" && ".join(summary.commands), date=headline.today(), note=f"part {part.part}; {note}",
+                    command=" && ".join(summary.commands), date=headline.today(),
+                    note=f"part {part.part}; {note}{caveats}",
                 )
             )  # fmt: skip
 
@@ -329,10 +364,10 @@ def write(folder: Path) -> Summary:
     records = read_all(folder)
     if not records:
         raise ValueError(f"{folder} holds no records")
-    path = folder / "fidelity.json"
-    partings = [Parting(**p) for p in json.loads(path.read_text())] if path.exists() else []
+    path = folder / FILE
+    fidelity = Fidelity(**read_json(path, "the fidelity")) if path.exists() else None
     summary = summarise(records)
-    blocks = build(records, summary, partings)
+    blocks = build(records, summary, fidelity)
     (folder / "summary.json").write_text(summary.model_dump_json(indent=1) + "\n")
     (folder / "report.md").write_text(markdown(blocks))
     (folder / "report.html").write_text(page(f"The ruler: {summary.name}", blocks))
@@ -350,9 +385,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         summary = write(args.folder)
-    except (Damaged, ValueError) as error:
+    except ValidationError as error:
+        print(
+            f"report: {args.folder / FILE}: {first_error(error)}: run sdsie_sglang.eval.fidelity again", file=sys.stderr
+        )
+        return 2
+    except (ValueError, OSError) as error:
         print(f"report: {error}", file=sys.stderr)
-        return 1
+        return 2
     print(args.folder / "report.html")
     if args.headline:
         quoted = headline_figures(summary, args.folder)

@@ -21,6 +21,7 @@ from sdsie_sglang.eval.energy import (
     mean_temperature_c,
     window_energy_j,
 )
+from sdsie_sglang.eval.machine import PACKAGES
 from sdsie_sglang.eval.methods import METHODS, PLAIN
 from sdsie_sglang.eval.plan import WarmUp
 from sdsie_sglang.eval.record import Record, WarmUpReading
@@ -305,17 +306,25 @@ def split_brackets(records: Sequence[Record]) -> list[Flag]:
     flags = []
     first = records[0]
     for record in records[1:]:
-        if _machine(record) != _machine(first):
-            flags.append(_flag("other_machine", record, "measured on another machine, driver, version or commit"))
+        here, there = _machine(record), _machine(first)
+        if other := [f"{name} {here[name]}, not {there[name]}" for name in here if here[name] != there.get(name)]:
+            text = f"measured otherwise than the opening bracket: {'; '.join(other)}"
+            flags.append(_flag("other_machine", record, text))
         elif record.run != first.run:
             flags.append(_flag("resumed", record, "measured in a later run than the opening bracket"))
     return flags
 
 
-def _machine(record: Record) -> tuple[Any, ...]:
+def _machine(record: Record) -> dict[str, Any]:
     machine = record.machine
-    gpus = tuple((gpu["name"], gpu["driver"], gpu["power_limit_w"]) for gpu in machine["gpus"])
-    return (machine["cpu"], machine["commit"], tuple(machine["packages"].items()), gpus)
+    gpus = [f"{gpu['name']} (driver {gpu['driver']}, {gpu['power_limit_w']:.0f} W)" for gpu in machine["gpus"]]
+    return {
+        "processor": machine["cpu"],
+        "commit": machine["commit"],
+        "GPU": ", ".join(gpus) or "none",
+        **dict.fromkeys(PACKAGES),
+        **machine["packages"],
+    }
 
 
 def gate_failures(record: Record) -> list[Flag]:

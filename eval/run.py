@@ -5,12 +5,15 @@
     python -m sdsie_sglang.eval.run my-models.yaml --out eval/results/ruler/my-models
 
 CONFIG is a preset (smoke, short, full, batch, drafts) or a YAML file. An interrupted run goes on where it stopped;
-records are never overwritten. A failed request or a wrong server ends the run with exit code 1. Where the
-configuration says so (`start_ahead`), servers start side by side, and then wait, paused, until it is their turn.
+records are never overwritten. A failed request or a wrong server ends the run with exit code 1, a configuration or
+folder that cannot be used with 2. Where the configuration says so (`start_ahead`), servers start side by side, and then
+wait, paused, until it is their turn.
 """
 
 import argparse
+import contextlib
 import datetime
+import fcntl
 import json
 import signal
 import sys
@@ -26,6 +29,7 @@ from tqdm import tqdm
 
 from sdsie_sglang.demo import DemoError
 from sdsie_sglang.eval import headline, machine, record, rules
+from sdsie_sglang.eval.arguments import read_json
 from sdsie_sglang.eval.chat import chat_ids, decode
 from sdsie_sglang.eval.checkpoints_check import checkpoint_problems, prompt_problems
 from sdsie_sglang.eval.energy import Gpu, NoEnergy, Recorder
@@ -52,6 +56,7 @@ from sdsie_sglang.eval.tenants import Tenants
 RESULTS = headline.ROOT / "eval" / "results" / "ruler"
 EVERY_SERVER = ["--disable-radix-cache", "--sleep-on-idle"]
 """A scheduler without requests would poll all the time: one core for each server until it is paused."""
+PLAN = "plan.json"
 SETTLE_S = 0.3
 """Between stretches, so that an edge of the energy counter lies on each side of each."""
 
@@ -96,8 +101,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("ruler: interrupted; the same command goes on from here", file=sys.stderr)
         return 130
-    except (ConfigProblem, MethodError, Refused, RequestFailed, ServerFailed, DemoError, record.Damaged) as error:
+    except (ConfigProblem, MethodError, Refused, DemoError, record.Damaged) as error:
         print(f"ruler: {error}", file=sys.stderr)
+        return 2
+    except (RequestFailed, ServerFailed, NoEnergy) as error:
+        print(f"ruler: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:  # a disk that is full, say: what was written so far is whole
+        print(f"ruler: {error}; the same command goes on from here", file=sys.stderr)
         return 1
     return 0
 
@@ -126,6 +137,11 @@ def run(config: Config, points: Sequence[Datapoint], folder: Path) -> None:
     for problem in checkpoint_problems(models, {point.method for point in points}):
         raise Refused(problem)
     claim(config, folder)
+    with alone(folder):
+        _run(config, points, models, folder)
+
+
+def _run(config: Config, points: Sequence[Datapoint], models: Models, folder: Path) -> None:
     this_run = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
     todo = [point for point in points if not _is_done(point, config, folder)]
     requests = {point: _requests(config, point) for point in points}
@@ -141,18 +157,31 @@ def run(config: Config, points: Sequence[Datapoint], folder: Path) -> None:
 
 def claim(config: Config, folder: Path) -> None:
     """Makes the folder this configuration's. Raises Refused if it is another's."""
-    path = folder / "plan.json"
-    if path.exists():
-        known = json.loads(path.read_text())
-        if known["digest"] != config.digest():
-            raise Refused(f"{folder} holds another configuration: choose another folder (--out)")
-        return
-    if folder.exists() and any(folder.iterdir()):
-        raise Refused(f"{folder} holds other files: choose another folder (--out)")
-    folder.mkdir(parents=True, exist_ok=True)
-    order = [point.model_dump() for point in datapoints(config)]
-    plan = {"digest": config.digest(), "config": config.model_dump(mode="json"), "order": order}
-    path.write_text(json.dumps(plan, indent=1) + "\n")
+    path = folder / PLAN
+    if not path.exists():
+        if folder.exists() and any(file.suffix != record.SCRATCH for file in folder.iterdir()):
+            raise Refused(f"{folder} holds other files: choose another folder (--out)")
+        order = [point.model_dump() for point in datapoints(config)]
+        plan = {"digest": config.digest(), "config": config.model_dump(mode="json"), "order": order}
+        with contextlib.suppress(FileExistsError):  # another run was quicker: it holds that run's plan
+            record.write_new(path, json.dumps(plan, indent=1) + "\n")
+    try:
+        known = read_json(path, "the plan")
+    except ValueError as error:
+        raise Refused(f"{error}: choose another folder (--out)") from None
+    if known.get("digest") != config.digest():
+        raise Refused(f"{folder} holds another configuration: choose another folder (--out)")
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """One run at a time writes into a folder. Raises Refused."""
+    with (folder / PLAN).open() as plan:
+        try:
+            fcntl.flock(plan, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Refused(f"another run is measuring into {folder}") from None
+        yield
 
 
 def _is_done(point: Datapoint, config: Config, folder: Path) -> bool:

@@ -59,13 +59,14 @@ def plan_text(config: Config, points: Sequence[Datapoint], folder: Path) -> str:
         side_by_side = max(map(len, started), default=0)
         starting_s = starts_s(started, assume)
         idle_s = sum(p.role == "open" for p in its) * (config.idle_s if config.gpu is not None else 0.0)
+        memory = "" if config.gpu is None else f" (about {side_by_side * assume.server_gib:.0f} GiB)"
         part_s = starting_s + idle_s + len(its) * server_s(config, part)
         total_s += part_s
         lines.append(
             f"part {part}: {len(its)} servers to do, each with {requests} requests of about "
             f"{tokens / requests:.0f} tokens ({len(its) * tokens:.0f} in all); about {part_s:.0f} s: "
-            f"{starting_s:.0f} s of starts, {side_by_side} side by side at most (about "
-            f"{side_by_side * assume.server_gib:.0f} GiB), and {server_s(config, part):.1f} s a server"
+            f"{starting_s:.0f} s of starts, {side_by_side} side by side at most{memory}, and "
+            f"{server_s(config, part):.1f} s a server"
         )
         for number, phase in enumerate(config.phases_of(part)):
             lines.append(f"  {_window_text(config, part, number, phase.concurrency)}")
@@ -77,11 +78,12 @@ def _window_text(config: Config, part: str, number: int, concurrency: int) -> st
     plain_s = phase_s(config, part, number)
     fast_s = phase_s(config, part, number, config.assume.fastest)
     pooled_s = fast_s * config.repetitions
-    enough = config.gpu is None or (fast_s >= MIN_PIECE_S and pooled_s >= MIN_WINDOW_S)
-    return (
-        f"concurrency {concurrency}: {plain_s:.1f} s a server at plain's speed, {fast_s:.1f} s for the fastest, "
-        f"{pooled_s:.1f} s of energy window over {config.repetitions} repetitions"
-        + ("" if enough else f": TOO SHORT ({MIN_PIECE_S:.0f} s each and {MIN_WINDOW_S:.0f} s together are needed)")
+    seconds = f"concurrency {concurrency}: {plain_s:.1f} s a server at plain's speed, {fast_s:.1f} s for the fastest"
+    if config.gpu is None:
+        return f"{seconds}; no energy"
+    enough = fast_s >= MIN_PIECE_S and pooled_s >= MIN_WINDOW_S
+    return f"{seconds}, {pooled_s:.1f} s of energy window over {config.repetitions} repetitions" + (
+        "" if enough else f": TOO SHORT ({MIN_PIECE_S:.0f} s each and {MIN_WINDOW_S:.0f} s together are needed)"
     )
 
 

@@ -49,6 +49,17 @@ def test_a_silent_counter_gives_no_energy():
             ask()
 
 
+def test_a_counter_that_went_backwards_gives_no_energy():
+    """A driver that was loaded anew starts it again."""
+    lab = Lab(FakeGpu(leak=0.0))
+    lab.run(7)
+    lab.gpu.energy_j = 0.0
+    lab.run(7)
+    with pytest.raises(NoEnergy, match="backwards"):
+        energy.window_energy_j(lab.readings, 0.0, 14.0)
+    assert energy.window_energy_j(lab.readings, 7.5, 13.5, 3.0) == pytest.approx(400 * 6, rel=0.01)
+
+
 def test_integrated_power_agrees_with_the_counter_also_when_power_changes():
     lab = Lab(FakeGpu(load_w=lambda t: 200.0 if int(t) % 2 else 500.0, leak=0.0))
     lab.run(14)
@@ -101,5 +112,5 @@ def test_recorder_thread_samples_and_reports_its_own_failure():
         while recorder.readings.sampled < 3:
             pass
     nvml.nvmlDeviceGetPowerUsage.side_effect = pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
-    with pytest.raises(pynvml.NVMLError), Recorder(Gpu(0, nvml), period_s=0.001) as recorder:
+    with pytest.raises(NoEnergy, match="cannot be read any more"), Recorder(Gpu(0, nvml), period_s=0.001) as recorder:
         recorder._thread.join(5)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sdsie_sglang.eval.fidelity import Judge
+from sdsie_sglang.eval.fidelity import Judge, main, served_dtype
 
 PROMPT = [1, 2, 3]
 
@@ -41,6 +41,22 @@ def test_the_targets_own_answer_beats_another(target):
         ids = torch.tensor([PROMPT + plain])
         loss = model(ids, labels=torch.tensor([[-100] * len(PROMPT) + plain])).loss
     assert found.plain_nll == pytest.approx(float(loss), rel=1e-4)
+
+
+def test_the_served_precision_is_that_of_the_checkpoint_where_no_dtype_was_given(target, tmp_path):
+    """`auto` is what a server without --dtype says; measured as float32, rounding would be none at all."""
+    folder = tmp_path / "bf16"
+    LlamaForCausalLM.from_pretrained(target, dtype=torch.bfloat16).save_pretrained(folder)
+    assert served_dtype(str(folder), "auto") == torch.bfloat16
+    assert served_dtype(target, "auto") == torch.float16
+    assert served_dtype(target, "float32") == torch.float32
+    plain = greedy(target, 6)
+    assert Judge(str(folder), "auto").part("m", "k", PROMPT, plain, [(plain[0] + 1) % 32, *plain[1:]]).rounding_kl > 0
+
+
+def test_a_folder_without_records_is_one_line(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"fidelity: {tmp_path} holds no records\n"
 
 
 def test_rounding_is_measured_by_the_served_precision(target):

@@ -131,6 +131,12 @@ def test_bad_configurations_are_refused_in_one_line(tmp_path, text, says):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["", "../up", "a/b", "A"])
+def test_a_part_names_a_folder(name):
+    with pytest.raises(ValueError, match="a name has small letters"):
+        config(parts={name: ("draft-k5",)})
+
+
 def test_unknown_preset_names_the_presets():
     with pytest.raises(ConfigProblem, match="smoke"):
         load_config("nosuch")

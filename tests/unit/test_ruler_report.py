@@ -4,12 +4,16 @@ import json
 import random
 import re
 from functools import partial
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from sdsie_sglang.eval import headline, record, report
+from sdsie_sglang.eval import figures, headline, record, report
 from sdsie_sglang.eval.compare import summarise
-from sdsie_sglang.eval.fidelity import Parting
+from sdsie_sglang.eval.fidelity import Fidelity, Parting
+from sdsie_sglang.eval.intervals import Estimate
+from sdsie_sglang.eval.page import markdown
 from sdsie_sglang.eval.token_gears import Cycle, cycles_of, pieces
 from tests.unit.ruler_fakes import FakeGpu, config, fake_record
 
@@ -88,7 +92,9 @@ def folder(records, tmp_path, monkeypatch):
             method="all/draft-k5", key="math-1/0", index=3, margin=0.01, rounding_kl=1e-4, plain_nll=0.5, method_nll=0.5
         )
     ]
-    (tmp_path / "fidelity.json").write_text(f"[{partings[0].model_dump_json()}]")
+    judged = [str(r.datapoint.path(Path())) for r in records if r.datapoint.role != "open"]
+    found = Fidelity(judged=judged[:-1], limit=40, partings=partings)
+    (tmp_path / "fidelity.json").write_text(found.model_dump_json())
     return tmp_path
 
 
@@ -127,8 +133,76 @@ def test_records_are_not_overwritten(folder, records):
 def test_a_damaged_record_is_named(folder, capsys):
     victim = next(folder.rglob("*ngram-16.json"))
     victim.write_text(victim.read_text()[:100])
-    assert report.main([str(folder)]) == 1
+    assert report.main([str(folder)]) == 2
     assert victim.name in capsys.readouterr().err
+
+
+def test_a_record_that_was_touched_up_is_named(folder, capsys):
+    victim = next(folder.rglob("*draft-k5.json"))
+    values = json.loads(victim.read_text())
+    values["requests"][0]["end_s"] -= 0.1
+    victim.write_text(json.dumps(values))
+    assert report.main([str(folder)]) == 2
+    assert f"{victim} was changed after it was measured" in capsys.readouterr().err
+
+
+def test_a_record_in_anothers_place_and_one_of_another_plan_are_named(folder, records, capsys):
+    victim = next(folder.rglob("rep1/*ngram-16.json"))
+    text = victim.read_text()
+    victim.write_text(next(folder.rglob("rep0/*ngram-16.json")).read_text())
+    assert report.main([str(folder)]) == 2
+    assert "is the record of all/rep0" in capsys.readouterr().err
+    victim.write_text(text)
+    other = records[-1].model_copy(update={"config_digest": "other"})
+    path = other.datapoint.path(folder)
+    path.unlink()
+    record.write(other, path)
+    assert report.main([str(folder)]) == 2
+    assert "another configuration" in capsys.readouterr().err
+
+
+def test_a_record_without_all_requests_is_named(records):
+    short = records[1].model_copy(update={"requests": records[1].requests[1:]})
+    with pytest.raises(ValueError, match="not those of its plan"):
+        summarise([records[0], short, *records[2:]])
+
+
+def test_what_nothing_is_known_of_is_said(folder, records):
+    """A server that the target was not asked about; methods of one repetition; a bar without an interval."""
+    assert report.main([str(folder)]) == 0
+    text = (folder / "report.md").read_text()
+    last = sorted(r.datapoint.path(Path()) for r in records if r.datapoint.role != "open")[-1]
+    assert f"not been asked about these servers' answers yet: {last}" in text
+    assert "Measured on one server each" not in text
+    once = [r for r in records if (r.datapoint.repetition, r.datapoint.method) != (1, "ngram-16")]
+    part = summarise(once).parts[0]
+    assert "Measured on one server each: ngram-16." in markdown(report.part_blocks(part, once))
+    assert np.isnan(figures._error([Estimate(value=1.0)])).all()
+
+
+def test_nothing_differs_is_said(records):
+    judged = [str(r.datapoint.path(Path())) for r in records if r.datapoint.role != "open"]
+    text = markdown(report.fidelity_blocks(records, Fidelity(judged=judged, limit=40, partings=[])))
+    assert "No answer of 14 servers differs" in text
+    assert "not been asked" in markdown(report.fidelity_blocks(records, None))
+
+
+def test_bests_of_different_repetitions_are_not_held_against_each_other(records):
+    """draft of the first repetition alone and n-gram of the second alone: as many servers, but not the same hour."""
+    wanted = {("draft-k5", 0), ("ngram-16", 1), ("plain", 0), ("plain", 1)}
+    kept = [r for r in records if (r.datapoint.method, r.datapoint.repetition) in wanted]
+    [phase] = summarise(kept).parts[0].phases
+    assert len(phase.best) == 2
+    assert phase.head_to_head == []
+
+
+def test_a_quoted_figure_carries_the_flags_of_its_part(records, tmp_path):
+    drifted = [r.model_copy(deep=True) for r in records]
+    for request in drifted[7].requests:
+        request.end_s = request.start_s + 1.2 * (request.end_s - request.start_s)
+    found = {f.name: f for f in report.headline_figures(summarise(drifted), tmp_path)}
+    assert "flags of the part: " in found["k5_over_plain_demo_bs1"].note
+    assert "drift" in found["k5_over_plain_demo_bs1"].note
 
 
 def test_quoted_figures(records, tmp_path):

@@ -186,6 +186,8 @@ def test_resumed_and_moved_repetitions():
     assert fired(rules.split_brackets([first, later])) == ["resumed"]
     moved = fake_record(machine={**first.machine, "cpu": "another"})
     assert fired(rules.split_brackets([first, moved])) == ["other_machine"]
+    [flag] = rules.split_brackets([first, fake_record(machine={**first.machine, "commit": "c-dirty"})])
+    assert flag.text.endswith(": commit c-dirty, not c")
 
 
 # -- requests and methods --------------------------------------------------------------------------

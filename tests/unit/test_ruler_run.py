@@ -1,5 +1,6 @@
 """The runner on a fake server: brackets, resuming, refusing, failing."""
 
+import errno
 import json
 import signal
 import time
@@ -178,19 +179,56 @@ def test_a_folder_of_another_configuration_is_refused(start, config_path, tmp_pa
     assert run.main([config_path, "--out", str(out)]) == 0
     other = tmp_path / "other.yaml"
     other.write_text(CONFIG.replace("tokens: 5", "tokens: 6"))
-    assert run.main([str(other), "--out", str(out)]) == 1
+    assert run.main([str(other), "--out", str(out)]) == 2
     assert "another configuration" in capsys.readouterr().err
     strange = tmp_path / "strange"
     strange.mkdir()
     (strange / "file").touch()
-    assert run.main([config_path, "--out", str(strange)]) == 1
+    assert run.main([config_path, "--out", str(strange)]) == 2
     assert len(start.started) == 4
+
+
+def test_two_runs_do_not_share_a_folder(start, config_path, tmp_path, capsys):
+    out = tmp_path / "out"
+    run.claim(run.load_config(config_path), out)
+    with run.alone(out):
+        assert run.main([config_path, "--out", str(out)]) == 2
+    assert "another run is measuring" in capsys.readouterr().err
+    assert start.started == []
+    assert run.main([config_path, "--out", str(out)]) == 0
+
+
+def test_a_damaged_plan_is_said(start, config_path, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "plan.json").write_text('{"digest": ')
+    assert run.main([config_path, "--out", str(tmp_path / "out")]) == 2
+    assert "is not JSON: choose another folder" in capsys.readouterr().err
+
+
+def test_a_full_disk_ends_the_run_in_one_line_and_it_goes_on_later(start, config_path, tmp_path, capsys, monkeypatch):
+    out, sync = tmp_path / "out", record.os.fsync
+
+    def full(number):
+        if len(start.started) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(number)
+
+    monkeypatch.setattr(record.os, "fsync", full)
+    assert run.main([config_path, "--out", str(out)]) == 1
+    assert capsys.readouterr().err.endswith("No space left on device; the same command goes on from here\n")
+    assert len(read_all(out)) == 1
+    assert start.alive() == set()
+    assert not list(out.rglob(f"*{record.SCRATCH}"))
+    monkeypatch.setattr(record.os, "fsync", sync)
+    (out / f"plan.7{record.SCRATCH}").touch()  # what a killed run may leave
+    assert run.main([config_path, "--out", str(out)]) == 0
+    assert len(read_all(out)) == 4
 
 
 def test_a_missing_checkpoint_is_said_before_anything_starts(start, tmp_path, capsys):
     path = tmp_path / "c.yaml"
     path.write_text(CONFIG.replace("ngram-16", "eagle-k5"))
-    assert run.main([str(path), "--out", str(tmp_path / "out")]) == 1
+    assert run.main([str(path), "--out", str(tmp_path / "out")]) == 2
     assert "needs a checkpoint" in capsys.readouterr().err
     assert start.started == []
 
@@ -209,7 +247,7 @@ def test_plan_only_prints(start, config_path, tmp_path, capsys):
 
 
 def test_unknown_part(start, config_path, capsys):
-    assert run.main([config_path, "--part", "nosuch"]) == 1
+    assert run.main([config_path, "--part", "nosuch"]) == 2
     assert "nosuch" in capsys.readouterr().err
 
 
@@ -307,16 +345,16 @@ def test_a_second_draft_is_named_on_the_command_line(start, tmp_path, capsys, mo
     monkeypatch.setattr(run, "resolve_models", lambda config: Models("T", "D", other_draft=config.other_draft))
     path, out, other = tmp_path / "two.yaml", tmp_path / "out", tmp_path / "other"
     path.write_text(CONFIG.replace("draft-k3, ngram-16", "draft-k3, other-draft-k3"))
-    assert run.main([str(path), "--out", str(out)]) == 1
+    assert run.main([str(path), "--out", str(out)]) == 2
     assert "other-draft-k3 needs a checkpoint for other_draft" in capsys.readouterr().err
     command = [str(path), "--out", str(out), "--other-draft", str(other)]  # the refused run has not claimed it
-    assert run.main(command) == 1
+    assert run.main(command) == 2
     assert "is no checkpoint folder" in capsys.readouterr().err
     other.mkdir()
     (other / "config.json").touch()
     own = tmp_path / "own.yaml"
     own.write_text(path.read_text() + "models: {target: T}\n")
-    assert run.main([str(own), "--other-draft", str(other)]) == 1
+    assert run.main([str(own), "--other-draft", str(other)]) == 2
     assert "goes with the demo's models" in capsys.readouterr().err
     assert start.started == []
     assert run.main(command) == 0
@@ -336,11 +374,11 @@ def test_a_second_draft_joins_the_first_where_requests_come_one_at_a_time(tmp_pa
 def test_start_ahead_can_be_chosen_for_a_run(start, config_path, tmp_path):
     assert run.main([config_path, "--out", str(tmp_path / "out"), "--start-ahead", "4"]) == 0
     assert start.events[:4] == [("launch", n) for n in (1, 2, 3, 4)]
-    assert run.main([config_path, "--out", str(tmp_path / "out"), "--start-ahead", "0"]) == 1
+    assert run.main([config_path, "--out", str(tmp_path / "out"), "--start-ahead", "0"]) == 2
 
 
 def test_unknown_repetition(start, config_path, capsys):
-    assert run.main([config_path, "--repetition", "3"]) == 1
+    assert run.main([config_path, "--repetition", "3"]) == 2
     assert "no repetition [3]" in capsys.readouterr().err
 
 

@@ -30,7 +30,7 @@ def test_interval_holds_the_truth_and_leaves_zero_out():
 
 
 def test_a_repetition_that_was_faster_as_a_whole_widens_the_interval():
-    """Prompts alone would call 54 readings certain; they are two servers, whose mean is as uncertain as two numbers'."""
+    """Prompts alone would call 54 readings certain; they are two servers: as uncertain as two numbers."""
     shifted = np.ones((27, 2)) * [1.0, 1.4]
     found = intervals.speed_change(shifted, np.ones((27, 2)))
     two = np.log([1.0, 1.4])
