@@ -11,19 +11,24 @@ How it measures: `sdsie_sglang/calibration`.
 
 import argparse
 import shlex
+import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from sdsie_sglang.calibration.calibration import Calibration
 from sdsie_sglang.calibration.readings import Raw
 from sdsie_sglang.eval import machine
-from sdsie_sglang.eval.arguments import count, one_line
+from sdsie_sglang.eval.arguments import count, measuring, one_line, replace_text
 from sdsie_sglang.eval.energy import Gpu, NoEnergy
 from sdsie_sglang.eval.headline import this_command, today
 from sdsie_sglang.eval.server import Server
 from sdsie_sglang.gears.cost_table import Conditions, CostTable
 from sdsie_sglang.gears.limits import MAX_K
+from sdsie_sglang.gears.settings import first_error
 
 
 class Attached(Server):
@@ -78,8 +83,8 @@ def main() -> None:
     )
     parser.add_argument("out", type=Path)
     parser.add_argument("--url", help="a running server, whose policy is put back afterwards")
-    parser.add_argument("--target", type=Path)
-    parser.add_argument("--draft", type=Path)
+    parser.add_argument("--target", type=Path, help="default: the demo's")
+    parser.add_argument("--draft", type=Path, help="goes with --target")
     parser.add_argument(
         "--tp", type=count, default=1, help="GPUs of a new server, which share each tensor; J are GPU 0's"
     )
@@ -87,11 +92,11 @@ def main() -> None:
     parser.add_argument(
         "--gears", type=int, nargs="+", choices=range(MAX_K + 1), help="default: all that the server has prepared"
     )
-    parser.add_argument("--batch", type=count, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--rounds", type=count, default=5)
+    parser.add_argument("--batch", type=count, nargs="+", default=[1, 4, 16], help="requests at a time (1 4 16)")
+    parser.add_argument("--rounds", type=count, default=5, help="over all gears and batch sizes (5)")
     parser.add_argument("--short", type=count, default=16, help="tokens of a short burst's requests")
     parser.add_argument("--long", type=count, default=144, help="tokens of a long burst's requests")
-    parser.add_argument("--no-energy", action="store_true")
+    parser.add_argument("--no-energy", action="store_true", help="ms alone, also on a GPU")
     options = parser.parse_args()
     if (options.target is None) != (options.draft is None):
         parser.error("--target and --draft go together")
@@ -103,13 +108,25 @@ def main() -> None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
 
     def keep() -> None:
-        raw_path.write_text(raw.model_dump_json() + "\n")
+        replace_text(raw_path, raw.model_dump_json() + "\n")
 
+    with measuring("calibrate"):
+        measure(options, raw, raw_path, keep)
+
+
+def measure(options: argparse.Namespace, raw: Raw, raw_path: Path, keep: Callable[[], None]) -> None:
+    """All of it on a server, and the table. Raises what servers and files do; SystemExit, with a line, for readings
+    that are another calibration's or give no costs."""
     opened = open_server(options)
     with opened if not options.url else nullcontext(opened) as server:
         live = server.sdsie()
         prepared = live["gate"]["gears"]
         conditions = Conditions(**live["conditions"])
+        try:
+            raw.claim(conditions, options.short, options.long)
+        except ValueError as error:
+            print(f"calibrate: {raw_path} {error}: choose another file", file=sys.stderr)
+            raise SystemExit(2) from None
         gears = sorted({0, *(options.gears or prepared)} & set(prepared))
         before = policy_of(server)
         calibration = Calibration(server, gears, options.short, options.long, raw, keep)
@@ -120,16 +137,23 @@ def main() -> None:
                 calibration.measure_power(options.batch, gpu)
         finally:
             server.set_policy(**before)
-    table = calibration.table(
-        options.batch,
-        models=conditions.models,
-        where=machine.where(),
-        conditions=conditions,
-        machine=machine.describe(),
-        command=this_command(),
-        date=today(),
-    )
-    options.out.write_text(table.model_dump_json(indent=1) + "\n")
+    try:
+        table = calibration.table(
+            options.batch,
+            models=conditions.models,
+            where=machine.where(),
+            conditions=conditions,
+            machine=machine.describe(),
+            command=this_command(),
+            date=today(),
+        )
+    except ValidationError as error:
+        print(f"calibrate: these readings give no costs ({first_error(error)}): give more --rounds", file=sys.stderr)
+        raise SystemExit(1) from None
+    except ValueError as error:
+        print(f"calibrate: these readings give no costs: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    replace_text(options.out, table.model_dump_json(indent=1) + "\n")
     print_table(table)
 
 

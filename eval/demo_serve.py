@@ -111,6 +111,7 @@ def serve(
         "checkpoints": method.checkpoints(models),
         "dtype": dtype,
         "new_tokens": new_tokens,
+        "sglang": list(sglang),
         "command": headline.this_command(),
         "date": headline.today(),
         "where": where(),

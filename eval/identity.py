@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from sdsie_sglang.demo import compose
 from sdsie_sglang.eval import headline, machine
+from sdsie_sglang.eval.arguments import count, measuring, one_line, read_json, replace_text
 from sdsie_sglang.eval.chat import chat_ids
 from sdsie_sglang.eval.prompts import timed_prompts
 from sdsie_sglang.eval.server import Server
@@ -61,35 +62,49 @@ def key(overlap: str, policy: str, at_once: int) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m sdsie_sglang.eval.identity",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("out", type=Path)
-    parser.add_argument("--prompts", type=int, default=12)
-    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--prompts", type=count, default=12, help="of the 27 (12)")
+    parser.add_argument("--tokens", type=count, default=128, help="of an answer at most (128)")
     parser.add_argument("--policies", nargs="*", default=list(POLICIES), choices=[*POLICIES], metavar="NAME")
     parser.add_argument("--switches", action="store_true", help="also leave gear 0 at every token of the answers")
     parser.add_argument("--overlap", nargs="+", default=list(OVERLAP), choices=list(OVERLAP))
-    parser.add_argument("--at-once", nargs="+", type=int, default=[1, 4], metavar="N")
+    parser.add_argument("--at-once", nargs="+", type=count, default=[1, 4], metavar="N")
     parser.add_argument(
         "--headline", nargs="?", const="identity_cpu_fp32", metavar="NAME", help="record the share as a quoted figure"
     )
     parser.add_argument("--sglang", nargs=argparse.REMAINDER, default=[], help="further flags for every server")
     args = parser.parse_args()
+    with measuring("identity"):
+        return compare(parser, args)
 
+
+def compare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """All of it; the exit code."""
     models = compose()
     target, draft = str(models.target), str(models.draft or models.target)
     chosen = timed_prompts()[:: max(1, 27 // args.prompts)][: args.prompts]
     prompts = [chat_ids(target, prompt.text) for prompt in chosen]
-    plan = {"prompts": [prompt.id for prompt in chosen], "tokens": args.tokens, "draft": Path(draft).name}
+    plan = {
+        "prompts": [prompt.id for prompt in chosen],
+        "tokens": args.tokens,
+        "draft": Path(draft).name,
+        "sglang": args.sglang,
+    }
     record: dict[str, Any] = {"plan": plan, "baseline": None, "cells": {}}
     if args.out.exists():
-        record = json.loads(args.out.read_text())
-        if record["plan"] != plan:
-            parser.error(f"{args.out} holds another run ({record['plan']}): choose another file")
+        with one_line(parser):
+            record = read_json(args.out, "the record")
+        if {"sglang": [], **record.get("plan", {})} != plan:  # the first records had no further flags
+            parser.error(f"{args.out} holds another run ({record.get('plan')}): choose another file")
 
     def save() -> None:
         record.update(machine=machine.describe(), command=headline.this_command())
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        replace_text(args.out, json.dumps(record, indent=1) + "\n")
 
     common = ["--model-path", target, "--context-length", "2048", "--max-total-tokens", "16384", *args.sglang]
     if record["baseline"] is None:
@@ -101,7 +116,7 @@ def main() -> int:
     policies = {name: POLICIES[name] for name in args.policies} | (switches(args.tokens) if args.switches else {})
     gears = sorted({0, 5} | {policy["k"] for policy in policies.values() if "k" in policy})
     cells = list(product(args.overlap, policies, args.at_once))
-    bar = tqdm(total=len(cells), desc="policies", initial=len(record["cells"]))
+    bar = tqdm(total=len(cells), desc="policies", initial=sum(key(*cell) in record["cells"] for cell in cells))
 
     def run_server(overlap: str) -> None:
         todo = [cell for cell in cells if cell[0] == overlap and key(*cell) not in record["cells"]]
@@ -133,7 +148,7 @@ def main() -> int:
             print(f"  {name}: first difference at token {[d for d in cell if d is not None]}")
     if args.headline:
         figure = headline.Figure(
-            name=args.headline, value=share, unit="1", where=machine.where(), record=str(args.out),
+            name=args.headline, value=share, unit="1", where=machine.where(), record=headline.in_repository(args.out),
             command=record["command"], date=headline.today(),
             note=f"{len(chosen)} prompts x {args.tokens} tokens, {len(record['cells'])} settings",
         )  # fmt: skip

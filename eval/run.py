@@ -15,7 +15,6 @@ import contextlib
 import datetime
 import fcntl
 import json
-import signal
 import sys
 import tempfile
 import time
@@ -50,7 +49,7 @@ from sdsie_sglang.eval.plan import (
 from sdsie_sglang.eval.prompts import warmup_prompts
 from sdsie_sglang.eval.record import Record, Stretch
 from sdsie_sglang.eval.run_plan import plan_text
-from sdsie_sglang.eval.server import Server, ServerFailed
+from sdsie_sglang.eval.server import Server, ServerFailed, ends_on_signals
 from sdsie_sglang.eval.tenants import Tenants
 
 RESULTS = headline.ROOT / "eval" / "results" / "ruler"
@@ -111,22 +110,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ruler: {error}; the same command goes on from here", file=sys.stderr)
         return 1
     return 0
-
-
-@contextmanager
-def ends_on_signals() -> Iterator[None]:
-    """Makes SIGTERM what Ctrl-C is, so that it leaves no server behind either; both also where the caller ignores them,
-    as a shell does for what it runs in the background."""
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def run(config: Config, points: Sequence[Datapoint], folder: Path) -> None:

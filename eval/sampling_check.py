@@ -21,7 +21,7 @@ import torch
 from scipy.stats import chisquare
 from tqdm import tqdm
 
-from sdsie_sglang.eval import headline, machine
+from sdsie_sglang.eval import arguments, headline, machine
 from sdsie_sglang.eval.server import Server
 from sdsie_sglang.eval.tiny_models import tiny_prompts, write_tiny_models
 
@@ -81,19 +81,25 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("out", type=Path)
-    parser.add_argument("--requests", type=int, default=200, help="of each policy")
-    parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--at-once", type=int, default=8)
+    parser.add_argument("--requests", type=arguments.count, default=200, help="of each policy (200)")
+    parser.add_argument("--tokens", type=arguments.count, default=32, help="of each answer (32)")
+    parser.add_argument("--at-once", type=arguments.count, default=8, help="requests at a time (8)")
     parser.add_argument("--sglang", nargs=argparse.REMAINDER, default=[], help="further flags for the server")
     args = parser.parse_args()
     if args.out.exists():
         parser.error(f"{args.out} is there: choose another file")
+    with arguments.measuring("sampling_check"):
+        return check(args)
+
+
+def check(args: argparse.Namespace) -> int:
+    """Draws, counts and writes the record; the exit code."""
     from transformers import AutoModelForCausalLM
 
     target, draft = write_tiny_models(Path(tempfile.mkdtemp(prefix="sdsie-tiny-")) / "models", head_dim=64)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     prompts = tiny_prompts(8)
-    arguments = [
+    flags = [
         "--model-path", str(target), "--speculative-draft-model-path", str(draft), "--skip-tokenizer-init",
         "--context-length", "512", "--max-total-tokens", "16384", "--max-running-requests", str(args.at_once),
         "--sdsie-policy", "fixed", "--sdsie-gears", "0,1,3,5", *args.sglang,
@@ -105,7 +111,7 @@ def main() -> int:
         "cells": CELLS,
         "policies": {},
     }
-    with Server.start(arguments) as server, ThreadPoolExecutor(args.at_once) as pool:
+    with Server.start(flags) as server, ThreadPoolExecutor(args.at_once) as pool:
         for name, policy in POLICIES.items():
             server.set_policy(**policy)
 
@@ -127,8 +133,7 @@ def main() -> int:
                 "cycles": [cycles for *_, cycles in drawn][:8],
             }
             print(f"{name}: chi-square {statistic:.1f} over {CELLS} cells, p = {p_value:.3f}", flush=True)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    arguments.replace_text(args.out, json.dumps(record, indent=1) + "\n")
     return 1 if any(each["p_value"] < REJECT_BELOW for each in record["policies"].values()) else 0
 
 

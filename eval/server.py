@@ -56,6 +56,22 @@ def fixed_ports(count: int) -> list[int]:
     raise ServerFailed(f"fewer than {count} ports are free in {FIXED_PORTS}")
 
 
+@contextlib.contextmanager
+def ends_on_signals() -> Iterator[None]:
+    """Makes SIGTERM what Ctrl-C is, so that it leaves no server behind either; both also where the caller ignores them,
+    as a shell does for what it runs in the background."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _die_with_parent() -> Callable[[], None] | None:
     """To run in a new process: it is killed when the thread that started it ends, however that ends (Linux)."""
     if sys.platform != "linux":

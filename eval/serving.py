@@ -24,6 +24,7 @@ from pydantic import BaseModel
 from tqdm import tqdm
 
 from sdsie_sglang.eval import headline, machine
+from sdsie_sglang.eval.arguments import count, measuring, read_json, replace_text
 from sdsie_sglang.eval.chat import chat_ids
 from sdsie_sglang.eval.energy import NoEnergy, Readings, Recorder, integrated_power_j, window_energy_j
 from sdsie_sglang.eval.load import RequestFailed, warm_up
@@ -223,35 +224,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--methods", nargs="+", choices=sorted(METHODS), default=["plain", "draft-k5", "entropy-tuned"])
     parser.add_argument("--rates", nargs="+", type=float, default=[2.0, 8.0, 32.0], help="requests a second")
     parser.add_argument(
-        "--requests", type=int, default=200, help=f"at most {27 * len(SUFFIXES)} with the ruler's prompts"
+        "--requests", type=count, default=200, help=f"at most {27 * len(SUFFIXES)} with the ruler's prompts"
     )
     parser.add_argument("--bench", nargs=argparse.REMAINDER, default=[], help="the dataset's flags for bench_serving")
     args = parser.parse_args(argv)
     try:
-        config = load_config(args.config)
-        models = resolve_models(config)
-        plan = {"config": config.model_dump(mode="json"), "requests": args.requests, "bench": args.bench}
-        known: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {"plan": plan, "rows": []}
-        if known["plan"] != json.loads(json.dumps(plan)):
-            raise Refused(f"{args.out} holds another run: choose another file")
-        done = [Served(**row) for row in known["rows"]]
-        have = {(row.method, row.rate) for row in done}
-        todo = [(m, r) for r in args.rates for m in args.methods if (m, r) not in have]
-        for name, rate in tqdm(todo, unit="server"):
-            done.append(serve(name, rate, config, models, args.requests, args.bench))
-            record = {
-                "plan": plan, "machine": machine.describe(), "program": portable(headline.this_command()),
-                "date": headline.today(), "rows": [row.model_dump() for row in done],
-            }  # fmt: skip
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(record) + "\n")
-    except (ConfigProblem, MethodError, Refused, RequestFailed, ServerFailed) as error:
+        with measuring("serving"):
+            done = measure(args)
+    except (ConfigProblem, MethodError, Refused, ValueError) as error:
+        print(f"serving: {error}", file=sys.stderr)
+        return 2
+    except (RequestFailed, NoEnergy) as error:
         print(f"serving: {error}", file=sys.stderr)
         return 1
     text = table(done)
     args.out.with_suffix(".md").write_text(text + "\n")
     print(text)
     return 0
+
+
+def measure(args: argparse.Namespace) -> list[Served]:
+    """What the record has and what it lacks, written down after each server. Raises what its parts do."""
+    config = load_config(args.config)
+    models = resolve_models(config)
+    plan = {"config": config.model_dump(mode="json"), "requests": args.requests, "bench": args.bench}
+    known: dict[str, Any] = read_json(args.out, "the record") if args.out.exists() else {"plan": plan, "rows": []}
+    if known.get("plan") != json.loads(json.dumps(plan)):
+        raise Refused(f"{args.out} holds another run: choose another file")
+    done = [Served(**row) for row in known["rows"]]
+    have = {(row.method, row.rate) for row in done}
+    todo = [(m, r) for r in args.rates for m in args.methods if (m, r) not in have]
+    for name, rate in tqdm(todo, unit="server"):
+        done.append(serve(name, rate, config, models, args.requests, args.bench))
+        record = {
+            "plan": plan, "machine": machine.describe(), "program": portable(headline.this_command()),
+            "date": headline.today(), "rows": [row.model_dump() for row in done],
+        }  # fmt: skip
+        replace_text(args.out, json.dumps(record) + "\n")
+    return done
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ tokens, its 95 % interval a bootstrap over prompts. Writes FOLDER/unshifted_kK.j
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,10 +18,10 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel
 
-from sdsie_sglang.demo import DemoCheckpoints, DemoError, compose
+from sdsie_sglang.demo import DemoCheckpoints, compose
 from sdsie_sglang.eval import demo_serve, headline, intervals
+from sdsie_sglang.eval.arguments import count, measuring, read_json
 from sdsie_sglang.eval.machine import where
-from sdsie_sglang.eval.server import ServerFailed
 
 FIGURE = "unshifted_over_standalone_accept_len"
 FIGURE_K = 5
@@ -69,12 +68,17 @@ def served(
     path = folder / f"served-{name}.json"
     if not path.exists():
         demo_serve.write(demo_serve.serve(name, models, new_tokens, dtype=dtype, sglang=sglang), folder)
-    record: dict[str, Any] = json.loads(path.read_text())
+    try:
+        record = read_json(path, "the record")
+    except ValueError as error:
+        raise Problem(str(error)) from None
     wanted = demo_serve.METHODS[name].checkpoints(models)
     if record.get("checkpoints", wanted) != wanted:
         raise Problem(f"{path} was served with other models")
     if (record["new_tokens"], record["dtype"]) != (new_tokens, dtype):
         raise Problem(f"{path} was served with {record['new_tokens']} new tokens in {record['dtype']}")
+    if (flags := record.get("sglang", [])) != list(sglang):  # the first records had no further flags
+        raise Problem(f"{path} was served with --sglang {' '.join(flags) or '(nothing)'}")
     return record
 
 
@@ -149,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", type=Path)
     parser.add_argument("--draft", type=Path)
     parser.add_argument("--k", type=int, choices=LENGTHS, default=FIGURE_K)
-    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=count, default=128, help="of an answer at most (128)")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--headline", action="store_true", help="put the ratio into headline.json (demo, K = 5)")
     parser.add_argument("--sglang", nargs=argparse.REMAINDER, default=[], help="further flags of both servers")
@@ -162,13 +166,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--headline quotes the demo's models at K = {FIGURE_K}")
     try:
         own = options.target is not None
-        models = DemoCheckpoints(options.target, options.draft, None) if own else compose()
-        ours, theirs = (
-            served(options.folder, name, models, options.new_tokens, options.dtype, options.sglang)
-            for name in (f"draft-k{options.k}", f"standalone-k{options.k}")
-        )
+        with measuring("unshifted"):
+            models = DemoCheckpoints(options.target, options.draft, None) if own else compose()
+            ours, theirs = (
+                served(options.folder, name, models, options.new_tokens, options.dtype, options.sglang)
+                for name in (f"draft-k{options.k}", f"standalone-k{options.k}")
+            )
         comparison = compare(ours, theirs)
-    except (Problem, DemoError, ServerFailed) as error:
+    except Problem as error:
         print(f"unshifted: {error}", file=sys.stderr)
         return 2
     path = (options.folder / f"unshifted_k{options.k}.json").resolve()

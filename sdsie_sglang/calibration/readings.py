@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from sdsie_sglang.gears.cost_table import Cell, CostTable, Engaging
+from sdsie_sglang.gears.cost_table import Cell, Conditions, CostTable, Engaging
 
 
 class Burst(BaseModel):
@@ -46,10 +46,31 @@ class Power(BaseModel):
 
 
 class Raw(BaseModel):
-    """All readings of a calibration, kept after each burst."""
+    """All readings of a calibration, kept after each burst.
 
+    Args:
+        conditions, short, long: what all of them were measured for and with; None before the first.
+    """
+
+    conditions: Conditions | None = None
+    short: int | None = None
+    long: int | None = None
     bursts: list[Burst] = []
     powers: list[Power] = []
+
+    def claim(self, conditions: Conditions, short: int, long: int) -> None:
+        """Makes these the readings of one server and one pair of burst lengths. Raises ValueError if they are not."""
+        differences = []
+        if self.bursts:
+            if self.conditions is None:
+                differences = ["nobody wrote down what they were measured for"]
+            else:
+                differences = self.conditions.differences(conditions)
+            if (self.short, self.long) != (short, long):
+                differences.append(f"bursts of {self.short} and {self.long} tokens, not {short} and {long}")
+        if differences:
+            raise ValueError(f"holds readings of another calibration: {'; '.join(differences)}")
+        self.conditions, self.short, self.long = conditions, short, long
 
     def measured(self, gear: int | None, batch: int, round_: int) -> bool:
         """Whether both bursts of this round are there."""

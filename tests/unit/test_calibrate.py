@@ -1,6 +1,7 @@
 """Calibration against a server that takes a known time for everything."""
 
 import pytest
+import requests
 
 from sdsie_sglang.calibration import calibration as calibrating
 from sdsie_sglang.calibration.calibration import Calibration
@@ -8,6 +9,8 @@ from sdsie_sglang.calibration.readings import Burst, Power, Raw, build_table, cy
 from sdsie_sglang.eval import calibrate
 from sdsie_sglang.eval.cost_table import GEAR_RECORD, from_gear_record, read_costs
 from sdsie_sglang.eval.energy import Readings
+from sdsie_sglang.eval.server import ServerFailed
+from sdsie_sglang.gears.cost_table import Conditions
 
 PREFILL_MS, ENGAGING_MS = 50.0, 9.0
 CYCLE_MS = {0: 5.0, 3: 8.0, 5: 11.0}
@@ -88,6 +91,52 @@ def test_a_stopped_run_goes_on_where_it_was(server):
     Calibration(server, (0, 5), 16, 144, again, lambda: saved.append(1)).measure((1,), rounds=2)
     assert server.sent == sent + 3 * 2
     assert len(saved) == 3
+
+
+def conditions(**changes):
+    values = {
+        "target": "t", "target_config": "1", "draft": "d", "draft_config": "2", "hardware": "h", "dtype": "bfloat16",
+        "attention_backend": "fa3", "tp_size": 1,
+    }  # fmt: skip
+    return Conditions(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("measured_for", "says"),
+    [
+        ((conditions(), 16, 144), None),
+        ((conditions(target="other", target_config="3"), 16, 144), "target other, not t"),
+        ((conditions(), 16, 96), "bursts of 16 and 96 tokens, not 16 and 144"),
+        (None, "nobody wrote down"),
+    ],
+)
+def test_readings_of_another_calibration_are_not_taken_for_this_ones(measured_for, says):
+    raw = Raw()
+    raw.claim(conditions(dtype="float16"), 1, 2)  # nothing was read yet
+    if measured_for is not None:
+        raw.claim(*measured_for)
+    else:
+        raw = Raw()
+    raw.bursts.append(Burst(gear=0, batch=1, round=0, tokens=16, cycles={0: 16}, switches=0, wall_s=1.0))
+    again = Raw.model_validate_json(raw.model_dump_json())
+    if says is None:
+        again.claim(conditions(), 16, 144)
+    else:
+        with pytest.raises(ValueError, match=says):
+            again.claim(conditions(), 16, 144)
+
+
+@pytest.mark.parametrize("error", [ServerFailed("out of memory"), requests.ConnectionError("refused")])
+def test_a_server_that_fails_is_one_line(monkeypatch, tmp_path, capsys, error):
+    def start(arguments):
+        raise error
+
+    monkeypatch.setattr(calibrate.Server, "start", start)
+    monkeypatch.setattr("sys.argv", ["calibrate", str(tmp_path / "c.json"), "--target", "t", "--draft", "d"])
+    with pytest.raises(SystemExit) as ended:
+        calibrate.main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == f"calibrate: {error}\n"
 
 
 def test_energy_is_power_times_the_cycle(server):

@@ -14,7 +14,7 @@ from sdsie_sglang.eval.methods import METHODS, Models
 from sdsie_sglang.eval.plan import Ask, WarmUp, load_config, with_other_draft
 from sdsie_sglang.eval.prompts import timed_prompts
 from sdsie_sglang.eval.record import read_all
-from sdsie_sglang.eval.server import Server, ServerFailed
+from sdsie_sglang.eval.server import Server, ServerFailed, ends_on_signals
 from tests.unit.ruler_fakes import FakeGpu, FakeServer
 
 CONFIG = """
@@ -334,7 +334,7 @@ def test_an_interrupt_leaves_no_server_and_the_run_goes_on_later(start, ahead_pa
 def test_signals_interrupt_even_where_the_caller_ignores_them_and_only_during_the_run(number):
     before = signal.signal(number, signal.SIG_IGN)
     try:
-        with pytest.raises(KeyboardInterrupt), run.ends_on_signals():
+        with pytest.raises(KeyboardInterrupt), ends_on_signals():
             signal.raise_signal(number)
         assert signal.getsignal(number) is signal.SIG_IGN
     finally:

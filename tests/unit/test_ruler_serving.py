@@ -1,12 +1,15 @@
 """The wrapper of SGLang's serving benchmark, without a server."""
 
+import errno
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
 from sdsie_sglang.eval import serving
 from sdsie_sglang.eval.load import RequestFailed
+from sdsie_sglang.eval.methods import Models
 from sdsie_sglang.eval.record import Stretch
 from tests.unit.ruler_fakes import config
 
@@ -96,3 +99,47 @@ def test_table():
         gears=serving.counters(PAGE), window=Stretch(start_s=0, end_s=10), energy_j=500.0,
     )  # fmt: skip
     assert "| entropy-tuned | 2 | 100.0 | 20 / 50 | 3.00 | 0.500 | 43% gear 0, 57% gear 5 |" in serving.table([row])
+
+
+def test_a_record_that_cannot_be_read_or_is_anothers_is_said(tmp_path, capsys, monkeypatch):
+    out = tmp_path / "r.json"
+    monkeypatch.setattr(serving, "resolve_models", lambda config: Models("T", "D"))
+    out.write_text('{"plan": ')
+    assert serving.main([str(out)]) == 2
+    assert "is not JSON" in capsys.readouterr().err
+    out.write_text('{"plan": {}, "rows": []}')
+    assert serving.main([str(out)]) == 2
+    assert "holds another run" in capsys.readouterr().err
+
+
+def test_what_was_measured_outlives_a_later_failure(tmp_path, capsys, monkeypatch):
+    """The record of the first server is whole when the second fails while it is measured or written down."""
+    out, written = tmp_path / "r.json", []
+
+    def serve(name, rate, *rest):
+        bench = {"output_throughput": 1.0, "median_ttft_ms": 1.0, "p99_ttft_ms": 1.0, "median_tpot_ms": 1.0}
+        return serving.Served(
+            method=name, rate=rate, command=[], bench_command=[], bench=bench, live=None, gears={},
+            window=Stretch(start_s=0, end_s=1),
+        )  # fmt: skip
+
+    def full(self, text):
+        written.append(self)
+        if len(written) == 2:
+            with self.open("w") as half:
+                half.write(text[:50])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_text(self, text)
+
+    write_text = Path.write_text
+    monkeypatch.setattr(serving, "resolve_models", lambda config: Models("T", "D"))
+    monkeypatch.setattr(serving, "serve", serve)
+    monkeypatch.setattr(Path, "write_text", full)
+    command = [str(out), "--methods", "plain", "--rates", "1", "2"]
+    with pytest.raises(SystemExit, match="1"):
+        serving.main(command)
+    assert "serving: [Errno 28] No space left on device" in capsys.readouterr().err
+    assert len(json.loads(out.read_text())["rows"]) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
+    assert serving.main(command) == 0
+    assert len(json.loads(out.read_text())["rows"]) == 2

@@ -61,6 +61,7 @@ def serving(monkeypatch):
             "checkpoints": checkpoints,
             "new_tokens": new_tokens,
             "dtype": dtype,
+            "sglang": list(sglang),
         }
 
     monkeypatch.setattr(demo_serve, "serve", serve)
@@ -81,6 +82,11 @@ def test_a_pair_of_the_users_own_is_served_once(serving, tmp_path, capsys):
     assert "served with other models" in capsys.readouterr().err
     assert unshifted.main([*command[:5], "--new-tokens", "64"]) == 2
     assert "was served with 128 new tokens in bfloat16" in capsys.readouterr().err
+    assert unshifted.main([*command[:7], "--sglang", "--tp", "4"]) == 2
+    assert "was served with --sglang --tp 2" in capsys.readouterr().err
+    (tmp_path / "out" / "served-draft-k5.json").write_text('{"answers": [')
+    assert unshifted.main(command) == 2
+    assert "served-draft-k5.json is not JSON" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
