@@ -25,7 +25,18 @@ from sdsie_sglang.eval.energy import (
     window_energy_j,
 )
 from sdsie_sglang.eval.fidelity import Identity, identity
-from sdsie_sglang.eval.intervals import Array, Estimate, energy_change, holm, speed_change, wilcoxon_p
+from sdsie_sglang.eval.intervals import (
+    Array,
+    Estimate,
+    Spread,
+    energy_change,
+    energy_spread,
+    holm,
+    pooled,
+    speed_change,
+    speed_spread,
+    wilcoxon_p,
+)
 from sdsie_sglang.eval.methods import METHODS, PLAIN
 from sdsie_sglang.eval.plan import asks
 from sdsie_sglang.eval.record import Record, Request
@@ -233,13 +244,54 @@ def merged(opened: Cells, closed: Cells) -> Cells:
     )
 
 
-def change(over: Cells, under: Cells, seed: int, min_s: float = 0.0) -> Change:
+Pair = tuple[Cells, Cells]
+"""A method's column and the baseline's of the same repetitions."""
+TWO_OVER_BRACKETS = 4 / 3
+"""Variance of one server against another, over that of one against the mean of two."""
+
+
+@dataclass(frozen=True)
+class Servers:
+    """How differently the servers of a part behave, pooled over its methods; for the same prompts as the change."""
+
+    speed: Spread | None
+    decode: Spread | None
+    energy: Spread | None
+
+
+def servers(pairs: Sequence[Pair], rows: Sequence[int] | None = None, share: float = 1.0) -> Servers:
+    """Of some prompts (rows; all by default).
+
+    Args:
+        share: of the variance of a method against its brackets.
+    """
+    picked = [(over.rows(rows), under.rows(rows)) if rows is not None else (over, under) for over, under in pairs]
+
+    def times(spread: Spread | None) -> Spread | None:
+        return None if spread is None else Spread(share * spread.variance, spread.freedom)
+
+    return Servers(
+        speed=times(pooled([speed_spread(o.speed, u.speed) for o, u in picked])),
+        decode=times(pooled([speed_spread(o.decode, u.decode) for o, u in picked])),
+        energy=times(
+            pooled(
+                [
+                    energy_spread(o.energy_j, o.tokens, u.energy_j, u.tokens)
+                    for o, u in picked
+                    if o.energy_j is not None and u.energy_j is not None
+                ]
+            )
+        ),
+    )
+
+
+def change(over: Cells, under: Cells, seed: int, its_servers: Servers, min_s: float = 0.0) -> Change:
     """Speed and, if both sides have it over at least `min_s`, energy."""
     energy = None
     long_enough = min(over.seconds.sum(), under.seconds.sum()) >= min_s
     if over.energy_j is not None and under.energy_j is not None and long_enough:
-        energy = energy_change(over.energy_j, over.tokens, under.energy_j, under.tokens, seed)
-    return Change(speed=speed_change(over.speed, under.speed, seed), energy=energy)
+        energy = energy_change(over.energy_j, over.tokens, under.energy_j, under.tokens, seed, its_servers.energy)
+    return Change(speed=speed_change(over.speed, under.speed, seed, its_servers.speed), energy=energy)
 
 
 def halves(cell: Cells) -> tuple[list[int], list[int]]:
@@ -367,19 +419,21 @@ def _phase(part: str, records: list[Record], number: int) -> tuple[PhaseSummary,
         if text:
             flags.append(Flag(rule=rule, about=f"{about}, {method}", text=text))
 
-    summaries, measured = [], {}
-    opening = {(r.datapoint.repetition, q.key): q for r in columns["open", PLAIN.name] for q in r.of_phase(number)}
+    measured: dict[str, Pair] = {}
     for (role, name), its_records in columns.items():
-        if role != "method":
-            continue
-        repetitions = [r.datapoint.repetition for r in its_records]
-        against = _repetitions(columns, number, repetitions)
-        column = cells(its_records, number)
+        if role == "method":
+            against = _repetitions(columns, number, [r.datapoint.repetition for r in its_records])
+            measured[name] = (cells(its_records, number), against)
+    spread = servers(list(measured.values()))
+    summaries = []
+    opening = {(r.datapoint.repetition, q.key): q for r in columns["open", PLAIN.name] for q in r.of_phase(number)}
+    for name, (column, against) in measured.items():
+        its_records = columns["method", name]
         summary = describe(name, column)
-        summary.change = change(column, against, config.seed)
-        summary.decode_change = speed_change(column.decode, against.decode, config.seed)
+        summary.change = change(column, against, config.seed, spread)
+        summary.decode_change = speed_change(column.decode, against.decode, config.seed, spread.decode)
         summary.p = wilcoxon_p(column.speed, against.speed)
-        summary.categories = _categories(column, against, config.seed)
+        summary.categories = _categories(column, against, config.seed, list(measured.values()))
         summary.identity = identity(
             [(opening[r.datapoint.repetition, q.key].output_ids, q.output_ids) for r in its_records
              for q in r.of_phase(number)]
@@ -395,7 +449,6 @@ def _phase(part: str, records: list[Record], number: int) -> tuple[PhaseSummary,
             flag("no_energy", name, rules.short_pool(column.phase_s))
         flag("length_mismatch", name, rules.length_mismatch(tokens, int(against.tokens.sum()) // 2))
         summaries.append(summary)
-        measured[name] = (column, against)
     for summary, corrected in zip(
         summaries, holm([None if s.method == PLAIN.name else s.p for s in summaries]), strict=True
     ):
@@ -403,7 +456,7 @@ def _phase(part: str, records: list[Record], number: int) -> tuple[PhaseSummary,
     drifts = [rules.drift(_gmean(opened, i), _gmean(closed, i)) for i in range(opened.speed.shape[1])]
     for i, (_, text) in enumerate(drifts):
         flag("drift", f"repetition {i}", text)
-    aa, aa_from = _aa(summaries, opened, closed, config.seed)
+    aa, aa_from = _aa(summaries, opened, closed, config.seed, servers(list(measured.values()), share=TWO_OVER_BRACKETS))
     for what, found in (("speed", aa.speed), ("energy", aa.energy)):
         if found is not None and found.holds_zero is False:
             flag(
@@ -433,11 +486,12 @@ def _repetitions(columns: dict[tuple[str, str], list[Record]], number: int, want
     return merged(opened, closed)
 
 
-def _categories(column: Cells, baseline: Cells, seed: int) -> dict[str, Change]:
+def _categories(column: Cells, baseline: Cells, seed: int, pairs: Sequence[Pair]) -> dict[str, Change]:
     found = {}
     for category in dict.fromkeys(column.categories):
         chosen = [i for i, c in enumerate(column.categories) if c == category]
-        found[category] = change(column.rows(chosen), baseline.rows(chosen), seed, MIN_CATEGORY_S)
+        spread = servers(pairs, chosen)
+        found[category] = change(column.rows(chosen), baseline.rows(chosen), seed, spread, MIN_CATEGORY_S)
     return found
 
 
@@ -458,7 +512,10 @@ def _best(summaries: list[MethodSummary], measured: dict[str, tuple[Cells, Cells
 
         name = max(names, key=gain)
         column, baseline = (cell.rows(reporting) for cell in measured[name])
-        found.append(Best(family=family, method=name, chosen_from=len(names), change=change(column, baseline, seed)))
+        spread = servers(list(measured.values()), reporting)
+        found.append(
+            Best(family=family, method=name, chosen_from=len(names), change=change(column, baseline, seed, spread))
+        )
     return found
 
 
@@ -472,21 +529,24 @@ def _head_to_head(best: list[Best], measured: dict[str, tuple[Cells, Cells]], se
                 continue
             _, reporting = halves(over)
             over, under = over.rows(reporting), under.rows(reporting)
+            spread = servers(list(measured.values()), reporting, TWO_OVER_BRACKETS)
             wins = int((np.log(over.speed / under.speed).mean(1) > 0).sum())
             pairs.append(
                 HeadToHead(
-                    over=first.method, under=second.method, change=change(over, under, seed),
+                    over=first.method, under=second.method, change=change(over, under, seed, spread),
                     wins=wins, prompts=len(reporting),
                 )
             )  # fmt: skip
     return pairs
 
 
-def _aa(summaries: list[MethodSummary], opened: Cells, closed: Cells, seed: int) -> tuple[Change, str]:
+def _aa(
+    summaries: list[MethodSummary], opened: Cells, closed: Cells, seed: int, its_servers: Servers
+) -> tuple[Change, str]:
     for summary in summaries:
         if summary.method == PLAIN.name and summary.change is not None:
             return summary.change, "a third plain server between the brackets, against them"
-    return change(closed, opened, seed), "closing against opening bracket"
+    return change(closed, opened, seed, its_servers), "closing against opening bracket"
 
 
 def _gmean(cell: Cells, repetition: int) -> float:

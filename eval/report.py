@@ -134,13 +134,14 @@ def phase_blocks(phase: PhaseSummary) -> list[Block]:
         ),
     ]  # fmt: skip
     if once := [m.method for m in phase.methods if m.repetitions == 1]:
-        blocks.append(
-            Text(
-                f"Measured on one server each: {', '.join(once)}. Their intervals say how much prompts differ, and "
-                "nothing of how another start of the same server would differ; the A/A test does.",
-                note=True,
-            )
+        known = len(once) < len(phase.methods)
+        how = (
+            "How much another start of a server changes is taken from the methods that were measured more often."
+            if known
+            else "Their intervals say how much prompts differ, and nothing of how another start of the same server "
+            "would differ; the A/A test does."
         )
+        blocks.append(Text(f"Measured on one server each: {', '.join(once)}. {how}", note=True))
     _picture(blocks, figures.speed_energy(phase), "Speed against energy per output token; right and down is better.")
     _picture(blocks, figures.forest(phase), "Speed against plain decoding, with 95 % intervals.")
     if phase.best:
@@ -294,7 +295,8 @@ def method_blocks(records: Sequence[Record], summary: Summary) -> list[Block]:
             "two brackets; geometric mean. Energy: NVML's total-energy counter over each phase, from counter edge to "
             "counter edge, a method's phases together at least 10 s, shared among the requests that ran. Intervals: "
             "bootstrap over prompts and over repetitions (2000 draws), stretched to the width of a jackknife with "
-            "Student's t, since prompts of a category and repetitions are few. p: Wilcoxon's signed-rank test over "
+            "Student's t, since prompts of a category and repetitions are few (how differently servers behave is "
+            "pooled over the methods). p: Wilcoxon's signed-rank test over "
             "prompts, Holm-corrected over a table's methods; it takes the servers as they were, so that what makes one "
             "server a little faster on all prompts makes it small: the interval says if it outlasts a restart."
         ),

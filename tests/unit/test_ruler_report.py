@@ -176,7 +176,10 @@ def test_what_nothing_is_known_of_is_said(folder, records):
     assert "Measured on one server each" not in text
     once = [r for r in records if (r.datapoint.repetition, r.datapoint.method) != (1, "ngram-16")]
     part = summarise(once).parts[0]
-    assert "Measured on one server each: ngram-16." in markdown(report.part_blocks(part, once))
+    assert "Measured on one server each: ngram-16. How much" in markdown(report.part_blocks(part, once))
+    first = [r for r in records if r.datapoint.repetition == 0]
+    text = markdown(report.part_blocks(summarise(first).parts[0], first))
+    assert "nothing of how another start of the same server would differ" in text
     assert np.isnan(figures._error([Estimate(value=1.0)])).all()
 
 

@@ -79,6 +79,45 @@ def test_a_a_intervals_hold_zero_about_as_often_as_they_should():
     assert held >= 37
 
 
+def test_servers_of_all_methods_tell_how_servers_differ(monkeypatch):
+    """Ten methods of two repetitions: intervals hold the truth, less than half as wide as by one method's two."""
+    monkeypatch.setattr(intervals, "RESAMPLES", 200)
+    rng, held, wide, alone = np.random.default_rng(4), [], [], []
+    for seed in range(40):
+        bracket = np.exp(rng.normal(0, 0.02, (2, 1, 2)).mean(0) + rng.normal(0, 0.02, (27, 2)))
+        methods = [np.exp(rng.normal(0, 0.02, (1, 2)) + rng.normal(0, 0.02, (27, 2))) for _ in range(10)]
+        servers = intervals.pooled([intervals.speed_spread(method, bracket) for method in methods])
+        for method in methods[:2]:
+            found = intervals.speed_change(method, bracket, seed, servers)
+            held.append(found.holds_zero)
+            wide.append(found.high - found.low)
+            own = intervals.speed_change(method, bracket, seed)
+            alone.append(own.high - own.low)
+    assert np.mean(held) >= 0.9
+    assert np.mean(wide) < np.mean(alone) / 2
+
+
+def test_pooled_spreads_by_hand():
+    known = [intervals.Spread(1.0, 1), intervals.Spread(4.0, 2), None]
+    assert intervals.pooled(known) == intervals.Spread(pytest.approx(3.0), pytest.approx(3 / (1 + 1 / 9)))
+    assert intervals.pooled([None]) is None
+    once = intervals.speed_change(noisy(1.0, 27, 1), noisy(1.0, 27, 1), 0, intervals.Spread(0.01, 20))
+    assert once.high - once.low > 0.4, "one repetition, where others show how servers differ"
+
+
+def test_a_method_measured_once_is_as_uncertain_as_the_others_servers():
+    """draft-k5's two servers differ by 40 %: so might another of ngram-16."""
+    settings = config(parts={"all": ("draft-k5", "ngram-16")}, repetitions=2)
+    records = [record for r in range(2) for record in brackets(r, settings=settings)]
+    records += [
+        fake_record("method", "draft-k5", repetition=0, tok_per_s=200, settings=settings),
+        fake_record("method", "draft-k5", repetition=1, tok_per_s=280, settings=settings),
+        fake_record("method", "ngram-16", tok_per_s=150, settings=settings, speeds=lambda p: 1 + 0.01 * (len(p) % 3)),
+    ]
+    [once] = [m for m in compare.summarise(records).parts[0].phases[0].methods if m.method == "ngram-16"]
+    assert once.change.speed.low < 0 < once.change.speed.high
+
+
 def test_holm():
     assert intervals.holm([0.01, 0.04, 0.03, None]) == [
         pytest.approx(0.03),
