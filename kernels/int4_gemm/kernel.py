@@ -676,34 +676,30 @@ def permute_kernel(
     tl.store(out + row * (UNITS * 64) + at, value, mask=at < UNITS * 64)
 
 
-@triton.jit(do_not_specialize=["M", "UNITS", "TILES", "splits"])
-def fused_kernel(
-    x,  # (M, 128 UNITS), columns permuted by permute_kernel
-    words, scales, zeros,  # as in fragment_kernel
-    bias, y,
-    partial,  # (blocks, splits, BLOCK_N, BLOCK_M) fp32 when SPLIT
-    arrived,  # (blocks,) int32 of zeros when SPLIT; left at zero
-    M, N, UNITS, TILES, splits,
-    GROUP: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,  # BLOCK_K is one chunk of 64
-    SWIZZLE: tl.constexpr,
-    SYMMETRIC: tl.constexpr, HAS_BIAS: tl.constexpr, IS_BF16: tl.constexpr, INTERPRET: tl.constexpr,
+@triton.jit
+def _place(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWIZZLE: tl.constexpr):
+    """Row and column of a tile of y; neighbours in a band of SWIZZLE rows share their weights through L2."""
+    blocks_m = tl.cdiv(M, BLOCK_M)
+    blocks_n = tl.cdiv(N, BLOCK_N)
+    span = SWIZZLE * blocks_n
+    first_m = (tile // span) * SWIZZLE
+    band = min(blocks_m - first_m, SWIZZLE)
+    return first_m + (tile % span) % band, (tile % span) // band
+
+
+@triton.jit
+def _multiply_chunks(
+    x, words, scales, zeros,  # as in fused_kernel
+    block_m, block_n, first, last,  # the tile, and the 64-k chunks [first, last)
+    M, UNITS, TILES,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SYMMETRIC: tl.constexpr, IS_BF16: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """yT tile = sum over 64-k chunks of (dequantised chunk) · (x tile)T. A warp's rows are its own row tiles, so the
-    dequantised chunk is the register operand of the product: no shared memory for it, no barrier."""
+    """(BLOCK_N, BLOCK_M) fp32: sum over chunks of (dequantised chunk) · (x tile)T. A warp's rows are its own row tiles,
+    so the dequantised chunk is the register operand of the product: no shared memory for it, no barrier."""
     R: tl.constexpr = BLOCK_N // 16
     PARTS: tl.constexpr = 2 if GROUP == 32 else 1
     groups = UNITS * (128 // GROUP) if GROUP > 0 else 1
-    pid = tl.program_id(0)
-    split = tl.program_id(1)
-    blocks_m = tl.cdiv(M, BLOCK_M)
-    blocks_n = tl.cdiv(N, BLOCK_N)
-    span = SWIZZLE * blocks_n  # neighbours in a band share their weights through L2
-    first_m = (pid // span) * SWIZZLE
-    band = min(blocks_m - first_m, SWIZZLE)
-    block_m = first_m + (pid % span) % band
-    block_n = (pid % span) // band
-
     m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
     line = tl.arange(0, 32 * R)  # a row tile's lanes, one row tile a warp
     lane = line % 32
@@ -713,11 +709,9 @@ def fused_kernel(
     entry = tile * (groups * 8) + lane // 4
 
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    share = (tl.cdiv(UNITS, splits) if SPLIT else UNITS) * 2
-    start = split * share
-    x_at += start * 64
-    w_at += start * 128
-    for chunk in range(start, tl.minimum(start + share, UNITS * 2)):
+    x_at += first * 64
+    w_at += first * 128
+    for chunk in range(first, last):
         x_tile = tl.load(x_at)
         vector = tl.load(w_at)
         scale_word = _load_rows(scales, entry, chunk, GROUP)
@@ -732,9 +726,45 @@ def fused_kernel(
             total = tl.dot(w, tl.trans(x_tile), total)
         x_at += 64
         w_at += 128
-    n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    return total
+
+
+@triton.jit
+def _store_tile(
+    y, bias,
+    total,  # (BLOCK_N, rows) fp32
+    n, m,  # (BLOCK_N,), (rows,)
+    M, N, HAS_BIAS: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
     inside = (n < N)[:, None] & (m < M)[None, :]
-    y_at = y + m[None, :] * N + n[:, None]
+    if HAS_BIAS:
+        total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    tl.store(y + m[None, :] * N + n[:, None], _round_to(total, y.dtype.element_ty, INTERPRET), mask=inside)
+
+
+@triton.jit(do_not_specialize=["M", "UNITS", "TILES", "splits"])
+def fused_kernel(
+    x,  # (M, 128 UNITS), columns permuted by permute_kernel
+    words, scales, zeros,  # as in fragment_kernel
+    bias, y,
+    partial,  # (blocks, splits, BLOCK_N, BLOCK_M) fp32 when SPLIT
+    arrived,  # (blocks,) int32 of zeros when SPLIT; left at zero
+    M, N, UNITS, TILES, splits,
+    GROUP: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SWIZZLE: tl.constexpr,
+    SYMMETRIC: tl.constexpr, HAS_BIAS: tl.constexpr, IS_BF16: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """A block a tile of y, or one for each of the equal parts of the tile's K."""
+    pid = tl.program_id(0)
+    split = tl.program_id(1)
+    block_m, block_n = _place(pid, M, N, BLOCK_M, BLOCK_N, SWIZZLE)
+    share = (tl.cdiv(UNITS, splits) if SPLIT else UNITS) * 2
+    first = split * share
+    total = _multiply_chunks(x, words, scales, zeros, block_m, block_n, first, tl.minimum(first + share, UNITS * 2),
+                             M, UNITS, TILES, GROUP, BLOCK_M, BLOCK_N, SYMMETRIC, IS_BF16, INTERPRET)  # fmt: skip
+    m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     if SPLIT:
         at = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
         at += pid * splits * (BLOCK_N * BLOCK_M)
@@ -745,11 +775,7 @@ def fused_kernel(
             total = tl.load(partial + at, cache_modifier=".cg")
             for s in range(1, splits):
                 total += tl.load(partial + s * (BLOCK_N * BLOCK_M) + at, cache_modifier=".cg")
-            if HAS_BIAS:
-                total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-            tl.store(y_at, _round_to(total, y.dtype.element_ty, INTERPRET), mask=inside)
+            _store_tile(y, bias, total, n, m, M, N, HAS_BIAS, INTERPRET)
             tl.store(arrived + pid, 0)
     else:
-        if HAS_BIAS:
-            total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-        tl.store(y_at, _round_to(total, y.dtype.element_ty, INTERPRET), mask=inside)
+        _store_tile(y, bias, total, n, m, M, N, HAS_BIAS, INTERPRET)
