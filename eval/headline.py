@@ -5,14 +5,13 @@ Written only by the commands that measure. A figure that was never measured is a
 
 import datetime
 import json
-import shlex
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from sdsie_sglang.eval.machine import this_command as this_command
 from sdsie_sglang.eval.machine import where as where_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,15 +41,6 @@ class Figure(BaseModel):
     command: str
     date: str
     note: str = ""
-
-
-def this_command() -> str:
-    """How the running program was started, with the interpreter's path left out."""
-    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-    program = f"-m {spec.name.removesuffix('.__main__')}" if spec is not None else Path(sys.argv[0]).name
-    if spec is None and (ROOT / "scripts" / program).exists():
-        program = f"scripts/{program}"
-    return f"python {program} {shlex.join(sys.argv[1:])}".strip()
 
 
 def in_repository(path: Path) -> str:

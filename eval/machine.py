@@ -4,7 +4,9 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +83,12 @@ def _gpus() -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def this_command() -> str:
+    """How the running program was started, with the interpreter's path left out."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    program = f"-m {spec.name.removesuffix('.__main__')}" if spec is not None else Path(sys.argv[0]).name
+    if spec is None and (ROOT / "scripts" / program).exists():
+        program = f"scripts/{program}"
+    return f"python {program} {shlex.join(sys.argv[1:])}".strip()

@@ -4,7 +4,7 @@
     python scripts/bench_int4_gemm.py --headline                       # Llama-8B and 1B shapes, every M
     python scripts/bench_int4_gemm.py --shapes 8b --m 1 8 --providers cublas int4
     python scripts/bench_int4_gemm.py --dram                           # DRAM bytes by ncu, needs its permissions
-    python scripts/bench_int4_gemm.py --tune                           # measure tiles first, keep them on disk
+    python scripts/bench_int4_gemm.py --tune                           # tiles for these M first, kept on disk
 
 GemLite and what it is allowed to search: gemlite_rival.py.
 A rival that does not import or compile, or whose seconds are used up (--rival-seconds: preparation, autotuning and
@@ -41,7 +41,7 @@ sys.path.insert(0, str(ROOT))
 
 import gemlite_rival  # noqa: E402
 
-from sdsie_sglang.eval import headline  # noqa: E402
+from sdsie_sglang.eval.machine import this_command  # noqa: E402
 from sdsie_sglang.kernels.int4_gemm import gemm, int4_gemm, pack, quantize, tune_shape  # noqa: E402
 from sdsie_sglang.kernels.int4_gemm import tiles as tile_tables  # noqa: E402
 from sdsie_sglang.kernels.int4_gemm.pack import QuantizedWeight  # noqa: E402
@@ -398,6 +398,8 @@ def environment() -> dict[str, Any]:
 
 def write_headlines(record: dict[str, Any], path: Path) -> None:
     """The figures that the INT4 issue names, from a record."""
+    from sdsie_sglang.eval import headline  # needs pydantic; measuring does not
+
     where = f"one {record['environment']['gpu'].removeprefix('NVIDIA ')}"
     common = {
         "where": where,
@@ -442,9 +444,12 @@ def write_headlines(record: dict[str, Any], path: Path) -> None:
 
 def dumps(record: dict[str, Any]) -> str:
     """JSON with one measured row a line."""
-    head = json.dumps({key: value for key, value in record.items() if key != "rows"}, indent=1)
-    rows = ",\n  ".join(json.dumps(row) for row in record["rows"])
-    return f'{head[:-2]},\n "rows": [\n  {rows}\n ]\n}}\n'
+    tables = {name: record[name] for name in ("tuning", "rows") if name in record}
+    text = json.dumps({key: value for key, value in record.items() if key not in tables}, indent=1)
+    for name, table in tables.items():
+        rows = ",\n  ".join(json.dumps(row) for row in table)
+        text = f'{text[:-2]},\n "{name}": [\n  {rows}\n ]\n}}'
+    return text + "\n"
 
 
 def plot(record: dict[str, Any], path: Path) -> None:
@@ -487,7 +492,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rival-seconds", type=float, default=150.0, help="that each rival may take in all")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--replays", type=int, default=3)
-    parser.add_argument("--tune", action="store_true", help="tune every shape first and keep the tiles on disk")
+    parser.add_argument("--tune", action="store_true", help="measure tiles for the M first and keep them on disk")
     parser.add_argument("--overlap", action="store_true", help="programmatic dependent launch (not the default)")
     parser.add_argument("--dram", action="store_true", help="also read DRAM bytes with ncu")
     parser.add_argument("--headline", action="store_true", help="update eval/results/headline.json")
@@ -526,15 +531,31 @@ def main() -> None:
         plot(record, args.plot)
 
 
+def tune(n: int, k: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Tile for every bucket of --m, kept on disk; median microseconds of every candidate, None where it doesn't run."""
+    measured: list[tuple[int, tile_tables.Tile, float]] = []
+    buckets = tile_tables.buckets_to_tune(*args.m)
+    started = time.monotonic()
+    chosen = tune_shape(n, k, args.group, getattr(torch, args.dtype), buckets, measured=measured)
+    print(f"{n} x {k}: {len(measured)} tiles in {time.monotonic() - started:.0f} s")
+    for key, tile in chosen.items():
+        print(f"  {key}: {tile}", flush=True)
+    return [
+        {"n": n, "k": k, "m": m, **asdict(tile), "us": round(us, 3) if math.isfinite(us) else None}
+        for m, tile, us in measured
+    ]
+
+
 def measure(args: argparse.Namespace) -> tuple[dict[str, Any], Path]:
     """Run everything asked for and write the record."""
     env = environment()
     gemm.prepare(torch.device("cuda", 0))
     gemm.overlap_launches = args.overlap
+    tuning: list[dict[str, Any]] = []
     if args.tune:
         for model in args.shapes:
             for n, k in SHAPES[model].values():
-                tune_shape(n, k, args.group, getattr(torch, args.dtype))
+                tuning += tune(n, k, args)
     skipped: dict[str, str] = {}
     budget = Budget(args.rival_seconds)
     rows = []
@@ -544,12 +565,14 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], Path]:
     record: dict[str, Any] = {
         "environment": env,
         "arguments": {key: value for key, value in vars(args).items() if not isinstance(value, Path)},
-        "command": headline.this_command(),
+        "command": this_command(),
         "skipped": skipped,
         "rival_seconds_used": {name: round(seconds, 1) for name, seconds in budget.used.items()},
         "gemlite": gemlite_rival.chosen(),
         "rows": rows,
     }
+    if args.tune:
+        record["tuning"] = tuning
     if args.dram:
         record["dram"] = []
         for layer, m in (("down", 1), ("gate_up", 6)):

@@ -115,7 +115,7 @@ def _choose(m: int, weight: PackedWeight, x: Tensor) -> Tile:
         and not tiles.is_tuned(m, *shape, name)
         and not torch.cuda.is_current_stream_capturing()
     ):
-        tune_shape(*shape, x.dtype, (8, 16) if m <= 16 else (tiles.bucket(m),))
+        tune_shape(*shape, x.dtype, tiles.buckets_to_tune(m))
     return tiles.choose(m, *shape, name, sms)
 
 
@@ -141,7 +141,7 @@ _MAX_TILES = 16384
 
 
 def _counters(device: torch.device) -> Tensor:
-    """Zeroed arrival counters of this stream; the kernel leaves them at zero, so they are made once."""
+    """Zeroed arrival counters of this CUDA stream; the kernel leaves them at zero, so they are made once."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     if (device, stream) not in _arrived:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -152,7 +152,7 @@ def _counters(device: torch.device) -> Tensor:
 
 
 def prepare(device: torch.device) -> None:
-    """Make the split-K counters of the current stream, so that the first call may be inside a graph capture."""
+    """Make the counters of the current CUDA stream, so that the first call may be inside a graph capture."""
     _counters(device)
 
 
@@ -214,21 +214,67 @@ def _fused(x: Tensor, weight: PackedWeight, bias: Tensor | None, tile: Tile) -> 
     y = x.new_empty(m, weight.n)
     zeros = weight.scales if weight.zeros is None else weight.zeros
     blocks = -(-m // tile.block_m) * -(-weight.n // tile.block_n)
+    streams = tile.per_sm > 0
+    pdl = streams and _capability(x.device) >= 9  # from x permuted to its product: no weight is rewritten in between
     ordered = x.new_empty(m, units * 128)
     kernel.permute_kernel[(m, -(-units // 16))](
-        x.view(torch.int32), ordered.view(torch.int32), m, weight.k, x.stride(0) // 2, units, BLOCK=1024, num_warps=4
+        x.view(torch.int32),
+        ordered.view(torch.int32),
+        m,
+        weight.k,
+        x.stride(0) // 2,
+        units,
+        BLOCK=1024,
+        PDL=pdl,
+        INTERPRET=INTERPRET,
+        num_warps=4,
     )
-    partial, arrived = y, weight.words
-    if tile.split_k > 1:
-        partial = torch.empty(blocks, tile.split_k, tile.block_n, tile.block_m, dtype=torch.float32, device=x.device)
-        arrived = _counters(x.device)
-    kernel.fused_kernel[(blocks, tile.split_k)](
+    operands = (
         ordered,
         weight.words,
         weight.scales.view(torch.int32),
         zeros.view(torch.int32),
         y if bias is None else bias,
         y,
+    )
+    constants = {
+        "GROUP": weight.group,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "SWIZZLE": 8,
+        "SYMMETRIC": weight.zeros is None,
+        "HAS_BIAS": bias is not None,
+        "IS_BF16": x.dtype == torch.bfloat16,
+        "INTERPRET": INTERPRET,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+    if streams:
+        chunks = blocks * units * 2
+        share = -(-chunks // (tile.per_sm * _device(x.device)[1]))
+        workers = -(-chunks // share)
+        partial = torch.empty(2 * workers, tile.block_m * tile.block_n, dtype=torch.float32, device=x.device)
+        kernel.stream_kernel[(workers,)](
+            *operands,
+            partial,
+            _counters(x.device),
+            m,
+            weight.n,
+            units,
+            row_tiles,
+            share,
+            SLICE=tile.slice_m,
+            PDL=pdl,
+            **constants,
+            **({"launch_pdl": True} if pdl else {}),
+        )
+        return y
+    partial, arrived = y, weight.words
+    if tile.split_k > 1:
+        partial = torch.empty(blocks, tile.split_k, tile.block_n, tile.block_m, dtype=torch.float32, device=x.device)
+        arrived = _counters(x.device)
+    kernel.fused_kernel[(blocks, tile.split_k)](
+        *operands,
         partial,
         arrived,
         m,
@@ -236,17 +282,8 @@ def _fused(x: Tensor, weight: PackedWeight, bias: Tensor | None, tile: Tile) -> 
         units,
         row_tiles,
         tile.split_k,
-        GROUP=weight.group,
         SPLIT=tile.split_k > 1,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        SWIZZLE=8,
-        SYMMETRIC=weight.zeros is None,
-        HAS_BIAS=bias is not None,
-        IS_BF16=x.dtype == torch.bfloat16,
-        INTERPRET=INTERPRET,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        **constants,
     )
     return y
 
@@ -324,8 +361,12 @@ def tune_shape(
     dtype: torch.dtype = torch.bfloat16,
     buckets: tuple[int, ...] = tiles.BUCKETS,
     keep: bool = True,
+    measured: list[tuple[int, Tile, float]] | None = None,
 ) -> dict[str, Tile]:
-    """Measure every candidate tile for one weight shape on this GPU; keep the winners on disk."""
+    """Measure every candidate tile for one weight shape on this GPU; keep the winners on disk.
+
+    ``measured`` gets bucket of M, tile and microseconds of every candidate.
+    """
     device = torch.device("cuda", torch.cuda.current_device())
     name, sms = _device(device)
     row_tiles, units = -(-n // 16), -(-k // 128)
@@ -343,9 +384,12 @@ def tune_shape(
     def time_us(tile: Tile, m: int) -> float:
         x = torch.randn(m, k, device=device).to(dtype)
         try:
-            return statistics.median(graph_us([lambda w=w: int4_gemm(x, w, tile=tile) for w in copies]))
+            us = statistics.median(graph_us([lambda w=w: int4_gemm(x, w, tile=tile) for w in copies]))
         except (RuntimeError, triton.TritonError):  # doesn't fit this GPU
-            return float("inf")
+            us = float("inf")
+        if measured is not None:
+            measured.append((m, tile, us))
+        return us
 
     logger.warning(
         "int4_gemm: measuring tiles for %d x %d, group %d, M up to %s on %s, once; kept in %s",

@@ -6,6 +6,7 @@
                      padded to 8 and not to 64, and a thread's 16-byte load holds exactly the nibbles of its own A
                      registers. Nothing passes through shared memory before the final sum over warps.
 ``fused_kernel``     M above: ``tl.dot`` with the same fragments as its register operand and x in shared memory.
+``stream_kernel``    The same product, all tiles' K in equal shares over as many blocks as the SMs hold (stream-K).
 ``dequant_kernel``   writes W as bf16 (16-byte stores); cuBLAS does the product. Wins when M is large.
 
 Turning nibbles into floats takes no integer-to-float conversion. 0x4300 | q is the bf16 number 128 + q (0x6400 | q is
@@ -665,9 +666,11 @@ def permute_kernel(
     x,  # (M, K) as int32 pairs
     out,  # (M, 128 UNITS) as int32 pairs, columns in the order of the A fragments, zero beyond K
     M, K, x_stride2, UNITS,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Within every 32 k, pair 4 j + t of the output is pair 4 t + j of the input."""
+    if PDL and not INTERPRET:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     pair = at % 16
@@ -779,3 +782,84 @@ def fused_kernel(
             tl.store(arrived + pid, 0)
     else:
         _store_tile(y, bias, total, n, m, M, N, HAS_BIAS, INTERPRET)
+
+
+@triton.jit
+def _in_order_of_registers(total, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(BLOCK_N, BLOCK_M) to (BLOCK_M BLOCK_N,) as the tensor core's accumulator lies in registers: four of a thread's
+    side by side, then lanes, warps, 16 columns after 16. On sm_90 it is stored without passing through shared memory.
+
+    Lane 4 g + t of warp w holds rows 16 w + 8 half + g, columns 16 i + 8 j + 2 t + odd.
+    """
+    axes = tl.reshape(total, [BLOCK_N // 16, 2, 8, BLOCK_M // 16, 2, 4, 2])  # w half g i j t odd
+    return tl.reshape(tl.permute(axes, (3, 1, 0, 2, 5, 4, 6)), [BLOCK_M * BLOCK_N])  # i half w g t j odd
+
+
+@triton.jit
+def _in_order_of_rows(registers, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The inverse of _in_order_of_registers."""
+    axes = tl.reshape(registers, [BLOCK_M // 16, 2, BLOCK_N // 16, 8, 4, 2, 2])
+    return tl.reshape(tl.permute(axes, (2, 1, 3, 0, 5, 4, 6)), [BLOCK_N, BLOCK_M])
+
+
+@triton.jit
+def _slot(worker, part):
+    """Where a worker's part of a tile lies in ``partial``: it has at most one that begins the tile and one that goes on
+    with another."""
+    return 2 * worker + min(part, 1)
+
+
+@triton.jit(do_not_specialize=["M", "UNITS", "TILES", "share"])
+def stream_kernel(
+    x, words, scales, zeros, bias, y,  # as in fused_kernel
+    partial,  # (2 workers, BLOCK_M BLOCK_N) fp32
+    arrived,  # (workers,) int32 of zeros; left at zero
+    M, N, UNITS, TILES,
+    share,  # chunks of 64 k a worker
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SLICE: tl.constexpr,  # rows of x that are summed at a time
+    SWIZZLE: tl.constexpr,
+    SYMMETRIC: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr, IS_BF16: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Stream-K: the chunks of all tiles in one line, cut into equal shares, a block (worker) a share. The last worker
+    to arrive at a tile that several have parts of adds them up in the order of k; none waits for another.
+
+    (Osama et al., Stream-K, https://arxiv.org/abs/2301.03598, whose tiles' first workers wait for the others.)
+    """
+    worker = tl.program_id(0)
+    chunks = UNITS * 2
+    start = worker * share
+    end = tl.minimum(start + share, chunks * tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N))
+    if PDL and not INTERPRET:
+        tl.extra.cuda.gdc_wait()  # started while x was still being permuted
+    for tile in range(start // chunks, tl.cdiv(end, chunks)):
+        tile_start = tile * chunks
+        first = tl.maximum(start - tile_start, 0)
+        last = tl.minimum(end - tile_start, chunks)
+        block_m, block_n = _place(tile, M, N, BLOCK_M, BLOCK_N, SWIZZLE)
+        total = _multiply_chunks(x, words, scales, zeros, block_m, block_n, first, last, M, UNITS, TILES,
+                                 GROUP, BLOCK_M, BLOCK_N, SYMMETRIC, IS_BF16, INTERPRET)  # fmt: skip
+        n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        m = block_m * BLOCK_M
+        if last - first == chunks:
+            _store_tile(y, bias, total, n, m + tl.arange(0, BLOCK_M), M, N, HAS_BIAS, INTERPRET)
+        else:
+            SIZE: tl.constexpr = BLOCK_M * BLOCK_N
+            begun_by = tile_start // share
+            parts = (tile_start + chunks - 1) // share - begun_by + 1
+            mine = partial + _slot(worker, worker - begun_by) * SIZE
+            tl.store(mine + tl.arange(0, SIZE), _in_order_of_registers(total, BLOCK_M, BLOCK_N))
+            tl.debug_barrier()
+            ticket = tl.atomic_add(arrived + begun_by, 1, sem="acq_rel", scope="gpu")
+            if ticket == parts - 1:
+                for rows in range(0, BLOCK_M, SLICE):
+                    at = partial + rows * BLOCK_N + tl.arange(0, SLICE * BLOCK_N)
+                    added = tl.zeros([SLICE * BLOCK_N], tl.float32)
+                    for part in range(0, parts, 4):
+                        for ahead in tl.static_range(4):  # requested together, added in order
+                            there = _slot(begun_by + part + ahead, part + ahead)
+                            asked = (part + ahead < parts) & (tl.arange(0, SLICE * BLOCK_N) >= 0)
+                            added += tl.load(at + there * SIZE, mask=asked, other=0.0, cache_modifier=".cg")
+                    _store_tile(y, bias, _in_order_of_rows(added, SLICE, BLOCK_N), n, m + rows + tl.arange(0, SLICE),
+                                M, N, HAS_BIAS, INTERPRET)  # fmt: skip
+                tl.store(arrived + begun_by, 0)

@@ -31,6 +31,13 @@ class Tile:
     block_m: int = 128  # fused
     block_n: int = 128
     stages: int = 3
+    per_sm: int = 0  # fused: blocks an SM that share all tiles' K equally (stream-K); 0: blocks have tiles of their own
+
+    @property
+    def slice_m(self) -> int:
+        """Rows of x that stream-K adds up at a time: four parts of so many and their sum hardly exceed the registers
+        of the product's accumulators."""
+        return max(16, self.block_m // 4)
 
 
 DEQUANT = Tile("dequant", warps=4)
@@ -47,6 +54,12 @@ def fits(tile: Tile, m: int) -> bool:
 def bucket(m: int) -> int:
     """The tuned M that stands for ``m``."""
     return next((b for b in BUCKETS if m <= b), BUCKETS[-1])
+
+
+def buckets_to_tune(*rows: int) -> tuple[int, ...]:
+    """The buckets of these M; 8 and 16 are tuned together, because they must split K alike."""
+    found = {bucket(m) for m in rows}
+    return tuple(sorted(found | {8, 16} if found & {8, 16} else found))
 
 
 def columns(m: int) -> int:
@@ -170,10 +183,36 @@ def fused_candidates(m_bucket: int, n: int, k: int, sms: int) -> Iterator[Tile]:
     ):
         if block_m > m_bucket or block_m * 4 < min(m_bucket, 256):
             continue
+        if m_bucket >= 256 and (block_m, block_n, stages) not in ((128, 64, 4), (256, 64, 3), (256, 128, 3)):
+            continue  # the others won nowhere, and compiling takes longer than measuring
         blocks = -(-m_bucket // block_m) * -(-n // block_n)
         for split_k in (1, 2, 3, 4, 6):
             if split_k == 1 or (blocks * split_k <= 4.5 * sms and k // split_k >= 512):
                 yield Tile("fused", warps=warps, block_m=block_m, block_n=block_n, stages=stages, split_k=split_k)
+
+
+STREAM_BUCKETS = (128, 256, 512)
+# Blocks an SM are at most those that an H200's registers and shared memory hold (test_int4_compile.py looks).
+STREAM_TILES = tuple(
+    Tile("fused", warps=warps, block_m=block_m, block_n=block_n, stages=stages, per_sm=per_sm)
+    for block_m, block_n, warps, stages, most in (
+        (128, 64, 4, 4, 3),
+        (256, 64, 4, 3, 2),
+        (256, 64, 4, 5, 1),
+        (256, 128, 8, 3, 1),
+        (256, 128, 8, 4, 1),
+    )
+    for per_sm in range(1, most + 1)
+)
+
+
+def stream_candidates(m_bucket: int, n: int, k: int, sms: int) -> Iterator[Tile]:
+    """Stream-K where whole tiles don't come out even, with at least 512 k a block."""
+    for tile in STREAM_TILES:
+        blocks = -(-m_bucket // tile.block_m) * -(-n // tile.block_n)
+        workers = tile.per_sm * sms
+        if m_bucket in STREAM_BUCKETS and tile.block_m <= m_bucket and blocks % workers and blocks * k >= 512 * workers:
+            yield tile
 
 
 def candidates(m_bucket: int, n: int, k: int, sms: int) -> list[Tile]:
@@ -181,6 +220,7 @@ def candidates(m_bucket: int, n: int, k: int, sms: int) -> list[Tile]:
     found = list(fragment_candidates(m_bucket, n, k, sms)) if m_bucket <= FRAGMENT_MAX_M else []
     if m_bucket >= 32:
         found += fused_candidates(m_bucket, n, k, sms)
+        found += stream_candidates(m_bucket, n, k, sms)
     if m_bucket >= 256:
         found.append(DEQUANT)
     return found

@@ -6,7 +6,7 @@ import torch
 from sdsie_sglang.kernels.int4_gemm import dequantize, gemm, int4_gemm, pack, quantize
 from sdsie_sglang.kernels.int4_gemm.pack import PackedWeight
 from sdsie_sglang.kernels.int4_gemm.reference import tolerance
-from sdsie_sglang.kernels.int4_gemm.tiles import DEQUANT, Tile, fits
+from sdsie_sglang.kernels.int4_gemm.tiles import DEQUANT, STREAM_TILES, Tile, fits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,6 +21,8 @@ TILES = {
     "not_ahead": Tile("fragment", rows=2, warps=4, ahead=False),
     "fused": Tile("fused", block_m=64, block_n=64, warps=4),
     "fused_split": Tile("fused", block_m=32, block_n=128, warps=8, split_k=3),
+    "stream": Tile("fused", block_m=64, block_n=64, warps=4, per_sm=2),
+    "stream_8_warps": Tile("fused", block_m=32, block_n=128, warps=8, per_sm=1),
     "dequant": DEQUANT,
 }
 
@@ -38,7 +40,7 @@ def _check(y: torch.Tensor, x: torch.Tensor, weight: PackedWeight, rounded: bool
 
 
 # Each case is a kernel to compile. How codes become fp16 is the same in every form of a way.
-ONE_HOT = [(name, BF16) for name in TILES] + [(name, FP16) for name in ("fragment", "fused", "dequant")]
+ONE_HOT = [(name, BF16) for name in TILES] + [(name, FP16) for name in ("fragment", "fused", "stream", "dequant")]
 
 
 @pytest.mark.parametrize(("name", "dtype"), ONE_HOT, ids=[f"{name}-{str(dtype)[6:]}" for name, dtype in ONE_HOT])
@@ -71,6 +73,19 @@ def test_random(name: str, m: int, n: int, k: int, group: int, symmetric: bool) 
     _check(int4_gemm(x, weight, tile=tile), x, weight, tile.path != "fragment")
 
 
+@pytest.mark.parametrize("tile", STREAM_TILES, ids=str)
+@pytest.mark.parametrize(("m", "n", "k"), [(256, 6144, 4096), (250, 4095, 14328)], ids=str)
+def test_stream_k_as_the_tuner_runs_it(tile: Tile, m: int, n: int, k: int) -> None:
+    """Blocks race for the last part of a tile: the sum is the same bits whoever wins, and the counters end at zero."""
+    weight = _weight(n, k, 128, True)
+    x = torch.randn(m, k, device="cuda").to(BF16)
+    first = int4_gemm(x, weight, tile=tile)
+    _check(first, x, weight, True)
+    for _ in range(50):
+        assert torch.equal(int4_gemm(x, weight, tile=tile), first)
+    assert not any(counters.any() for counters in gemm._arrived.values())
+
+
 @pytest.mark.parametrize("m", [1, 16, 40, 256, 1500])
 def test_default_choice_with_odd_sizes(m: int) -> None:
     weight = _weight(501, 1131, 32, False, FP16)
@@ -86,7 +101,7 @@ def test_rows_do_not_depend_on_the_batch() -> None:
         assert torch.equal(int4_gemm(x[:m], weight), full[:m])
 
 
-@pytest.mark.parametrize("name", ["fragment", "split", "fused", "fused_split", "dequant"])
+@pytest.mark.parametrize("name", ["fragment", "split", "fused", "fused_split", "stream", "dequant"])
 def test_repeats_and_graph_replay_agree(name: str) -> None:
     weight = _weight(2048, 2048, 128, True)
     x = torch.randn(6, 2048, device="cuda").to(BF16)

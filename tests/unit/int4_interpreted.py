@@ -16,6 +16,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 FRAGMENT = Tile("fragment", rows=2, warps=4)
 SPLIT = Tile("fragment", rows=1, warps=4, split_k=2)
 FUSED = Tile("fused", block_m=16, block_n=32, warps=4)
+STREAM = Tile("fused", block_m=16, block_n=32, warps=4, per_sm=1)  # four blocks: the interpreter says it has four SMs
 
 
 def _weight(n: int, k: int, group: int, symmetric: bool, dtype: torch.dtype = BF16) -> PackedWeight:
@@ -33,7 +34,7 @@ def _close(y: torch.Tensor, x: torch.Tensor, weight: PackedWeight, rounded: bool
     assert (difference <= allowed).all(), f"worst {(difference / allowed).max():.2f} times the tolerance"
 
 
-@pytest.mark.parametrize("tile", [FRAGMENT, FUSED], ids=["fragment", "fused"])
+@pytest.mark.parametrize("tile", [FRAGMENT, FUSED, STREAM], ids=["fragment", "fused", "stream"])
 @pytest.mark.parametrize(
     ("group", "symmetric", "dtype"),
     [(128, True, BF16), (64, False, BF16), (32, True, FP16), (0, False, BF16), (32, False, FP16)],
@@ -55,6 +56,10 @@ def test_one_hot_returns_the_dequantized_weights(tile: Tile, group: int, symmetr
         (17, 24, 200, FRAGMENT),
         (20, 50, 200, FUSED),
         (20, 50, 700, Tile("fused", block_m=32, block_n=64, warps=4, split_k=2)),
+        (20, 50, 700, STREAM),  # four tiles of twelve chunks, a worker each
+        (20, 70, 700, STREAM),  # six tiles, four workers: parts and a whole tile in one worker
+        (20, 50, 200, Tile("fused", block_m=64, block_n=64, warps=4, per_sm=1)),  # one tile, a chunk a worker
+        (5, 40, 1160, Tile("fused", block_m=16, block_n=64, warps=4, per_sm=3)),  # more parts than are read at a time
         (5, 40, 264, DEQUANT),
     ],
 )
@@ -63,7 +68,7 @@ def test_ragged_sizes(m: int, n: int, k: int, tile: Tile) -> None:
     _close(int4_gemm(x, weight, tile=tile), x, weight, tile.path != "fragment")
 
 
-@pytest.mark.parametrize("tile", [FRAGMENT, FUSED], ids=["fragment", "fused"])
+@pytest.mark.parametrize("tile", [FRAGMENT, FUSED, STREAM], ids=["fragment", "fused", "stream"])
 def test_bias_is_added_before_rounding(tile: Tile) -> None:
     weight, x = _weight(20, 128, 128, symmetric=True), torch.zeros(2, 128, dtype=BF16)
     bias = torch.randn(20, generator=torch.Generator().manual_seed(2)).to(BF16)
@@ -82,11 +87,24 @@ def test_rows_do_not_depend_on_the_batch() -> None:
         assert torch.equal(int4_gemm(x[:m], weight, tile=FRAGMENT), full[:m])
 
 
-def test_counters_are_left_at_zero_and_a_second_call_agrees() -> None:
-    weight, x = _weight(16, 1024, 128, symmetric=True), _x(4, 1024)
-    first = int4_gemm(x, weight, tile=SPLIT)
-    assert torch.equal(int4_gemm(x, weight, tile=SPLIT), first)
+@pytest.mark.parametrize("tile", [SPLIT, STREAM], ids=["split", "stream"])
+def test_counters_are_left_at_zero_and_a_second_call_agrees(tile: Tile) -> None:
+    weight, x = _weight(80, 1024, 128, symmetric=True), _x(4, 1024)
+    first = int4_gemm(x, weight, tile=tile)
+    assert torch.equal(int4_gemm(x, weight, tile=tile), first)
+    assert gemm._arrived
     assert all(not counters.any() for counters in gemm._arrived.values())
+
+
+def test_parts_are_added_in_the_order_of_k() -> None:
+    """Parts of 2^24, 1, -2^24 and 0 give 0 in this order, in others 1."""
+    tile = Tile("fused", block_m=16, block_n=64, warps=4, per_sm=1)
+    weight = _weight(16, 256, 128, symmetric=True)  # four chunks, four workers
+    weight.words.fill_(-0x66666667)  # every code 9: weights of one
+    weight.scales.fill_(1.0)
+    x = torch.zeros(1, 256, dtype=BF16)
+    x[0, 0], x[0, 64], x[0, 128] = 2.0**24, 1.0, -(2.0**24)
+    assert not int4_gemm(x, weight, tile=tile).any()
 
 
 def test_dequantize_kernel_matches_the_reference() -> None:

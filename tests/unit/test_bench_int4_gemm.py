@@ -2,11 +2,14 @@
 
 import contextlib
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from sdsie_sglang.eval import headline
 
 
 @pytest.fixture
@@ -78,7 +81,7 @@ def test_the_figure_is_over_what_is_there_and_names_what_is_not(bench, monkeypat
     assert (value, low, high) == pytest.approx(((1.5 * 4.0) ** 0.5, 1.5, 4.0))
     assert (seen, cells) == ({"gemlite": 1, "tinygemm": 2, "marlin": 0}, 2)
     written = tmp_path / "headline.json"
-    monkeypatch.setattr(bench.headline.update, "__defaults__", (written,))
+    monkeypatch.setattr(headline.update, "__defaults__", (written,))
     bench.write_headlines(found, tmp_path / "r.json")
     (figure,) = json.loads(written.read_text())
     assert figure["name"] == "int4_over_best_rival_m_le_16"
@@ -99,3 +102,30 @@ def test_marlin_words_hold_eight_codes_along_k(bench):
     for n in (0, 7, 15):
         for k in range(32):
             assert (int(words[k // 8, n]) >> (4 * (k % 8))) & 15 == int(q[n, k])
+
+
+def test_measuring_needs_neither_sglang_nor_pydantic():
+    program = "import sys; sys.modules.update(sglang=None, pydantic=None); import bench_int4_gemm"
+    scripts = Path(__file__).parents[2] / "scripts"
+    done = subprocess.run([sys.executable, "-c", program], cwd=scripts, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_tiles_are_measured_for_the_rows_asked_for_and_recorded(bench, monkeypatch):
+    asked = []
+
+    def tune_shape(n, k, group, dtype, buckets, measured):
+        asked.append((n, k, group, buckets))
+        tile = bench.tile_tables.Tile("fused", per_sm=2)
+        measured += [(256, tile, 30.12345), (256, bench.tile_tables.DEQUANT, float("inf"))]
+        return {"6144x4096/g64/m256": tile}
+
+    monkeypatch.setattr(bench, "tune_shape", tune_shape)
+    found = bench.tune(6144, 4096, bench.parse(["--m", "200", "1", "--group", "64"]))
+    assert asked == [(6144, 4096, 64, (8, 16, 256))], "8 and 16 split K alike: both or neither"
+    assert [(row["n"], row["m"], row["per_sm"], row["us"]) for row in found] == [
+        (6144, 256, 2, 30.123),
+        (6144, 256, 0, None),
+    ]
+    record = {"environment": {}, "rows": [{"us": 1}], "tuning": found}
+    assert json.loads(bench.dumps(record)) == record

@@ -2,6 +2,9 @@
 
 import itertools
 import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource, make_backend  # noqa: E402
 
 from sdsie_sglang.kernels.int4_gemm import gemm, kernel  # noqa: E402
+from sdsie_sglang.kernels.int4_gemm.tiles import REGISTERS_PER_SM, STREAM_TILES, Tile  # noqa: E402
 
 pytestmark = pytest.mark.skipif(gemm.INTERPRET, reason="the interpreter doesn't compile")
 
@@ -28,6 +32,11 @@ FRAGMENT_TYPES = {
     "arrived": INT,
 }
 FUSED_TYPES = FRAGMENT_TYPES | {"x": FLOAT}
+STREAM_CONSTANTS = {
+    "GROUP": 128, "SWIZZLE": 8, "SYMMETRIC": True, "HAS_BIAS": False, "IS_BF16": True, "INTERPRET": False,
+}  # fmt: skip
+H200_SHARED_BYTES = 228 * 1024  # of one SM
+RESERVED_SHARED_BYTES = 1024  # of each resident block
 DEQUANT_TYPES = {"words": INT, "scales": FLOAT, "zeros": FLOAT, "w": FLOAT}
 
 
@@ -107,6 +116,10 @@ def test_every_variant_of_the_kernels_parses(group: int, once: bool, split: bool
         assert ("tt.atomic_rmw" in module) == split
         module = _parse(kernel.fused_kernel, types | {"x": float_type}, fused | kind, num_warps=4)
         assert ("tt.atomic_rmw" in module) == split
+        if not (once or split):
+            stream = {name: value for name, value in (fused | kind).items() if name != "SPLIT"}
+            stream |= {"SLICE": 16, "PDL": True}
+            assert "tt.atomic_rmw" in _parse(kernel.stream_kernel, types | {"x": float_type}, stream, num_warps=4)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 120])
@@ -124,9 +137,50 @@ def test_fused_kernel(capability: int) -> None:
         assert "mma.sync" in ptx
 
 
+def _stream(capability: int, tile: Tile) -> Any:
+    constants = STREAM_CONSTANTS | {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "SLICE": tile.slice_m}
+    constants["PDL"] = capability >= 90
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    return _compile(kernel.stream_kernel, FUSED_TYPES, constants, capability, **options)
+
+
+@pytest.mark.parametrize("capability", [80, 120])
+def test_stream_kernel(capability: int) -> None:
+    ptx = _stream(capability, Tile("fused", warps=4, block_m=64, block_n=64, per_sm=2)).asm["ptx"]
+    assert "mma.sync" in ptx
+    assert ("griddepcontrol.wait" in ptx) == (capability >= 90)
+
+
+@pytest.mark.parametrize("tile", [tile for tile in STREAM_TILES if tile.per_sm == 1], ids=str)
+def test_as_many_blocks_fit_an_sm_as_the_tuner_tries(tile: Tile, tmp_path: Path) -> None:
+    compiled = _stream(90, tile)
+    ptx = compiled.asm["ptx"]
+    assert ptx.count("wgmma.mma_async") == 4, "four steps of a chunk"
+    source = tmp_path / "stream.ptx"
+    source.write_text(ptx)
+    command = [triton.knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", source, "-o", tmp_path / "stream.cubin"]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    assert " 0 bytes spill stores" in said
+    registers = -(-int(re.findall(r"Used (\d+) registers", said)[0]) // 8) * 8
+    most = max(other.per_sm for other in STREAM_TILES if replace(other, per_sm=1) == tile)
+    assert most * registers * tile.warps * 32 <= REGISTERS_PER_SM
+    assert most * (compiled.metadata.shared + RESERVED_SHARED_BYTES) <= H200_SHARED_BYTES
+    held = tile.block_m * tile.block_n // (tile.warps * 32)  # accumulators of a thread
+    parts, whole, sums = held // 4, held // 8, held // 4 // 8
+    assert len(re.findall(r"st\.global\S*\.v4", ptx)) == parts + whole + sums, "16 bytes a thread"
+    assert len(re.findall(r"ld\.global\.cg\S*\.v4", ptx)) == 4 * held // 4 // 4, "four parts of a quarter of the tile"
+    assert len(re.findall(r"stmatrix|st\.shared", ptx[: ptx.index("atom.")])) == whole, "parts leave from registers"
+
+
 @pytest.mark.parametrize("capability", [80, 90, 120])
 def test_dequantize_and_permute_kernels(capability: int) -> None:
     constants = {"GROUP": 128, "P": 4, "SYMMETRIC": True, "INTERPRET": False}
     ptx = _compile(kernel.dequant_kernel, DEQUANT_TYPES, constants, capability, num_warps=4).asm["ptx"]
     assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 4, "16-byte stores"
-    _compile(kernel.permute_kernel, {"x": INT, "out": INT}, {"BLOCK": 1024}, capability, num_warps=4)
+    _compile(
+        kernel.permute_kernel,
+        {"x": INT, "out": INT},
+        {"BLOCK": 1024, "PDL": capability >= 90, "INTERPRET": False},
+        capability,
+        num_warps=4,
+    )

@@ -50,9 +50,27 @@ def test_tuner_takes_the_fastest_with_one_split_for_small_m() -> None:
             return 1.0 if m == 8 and tile.warps == 4 else 50.0
         return 5.0 if tile == Tile("fused", warps=4, block_m=64, block_n=64, stages=4, split_k=2) else 9.0
 
-    chosen = tiles.tune(4096, 4096, 128, 132, time_us, (8, 16, 64))
+    assert tiles.buckets_to_tune(6, 60) == (8, 16, 64)
+    chosen = tiles.tune(4096, 4096, 128, 132, time_us, tiles.buckets_to_tune(6, 60))
     assert {(chosen[f"4096x4096/g128/m{m}"].warps, chosen[f"4096x4096/g128/m{m}"].split_k) for m in (8, 16)} == {(8, 1)}
     assert chosen["4096x4096/g128/m64"] == Tile("fused", warps=4, block_m=64, block_n=64, stages=4, split_k=2)
+
+
+def test_stream_k_is_tried_where_whole_tiles_do_not_come_out_even() -> None:
+    def tried(m: int, n: int, k: int) -> set[tuple[int, int, int]]:
+        return {(t.block_m, t.block_n, t.per_sm) for t in tiles.candidates(m, n, k, 132) if t.per_sm}
+
+    assert (256, 64, 2) in tried(256, 6144, 4096)
+    assert {block_m for block_m, _, _ in tried(128, 6144, 4096)} == {128}
+    assert tried(64, 6144, 4096) == tried(1024, 6144, 4096) == set()
+    assert (256, 64, 1) not in tried(256, 132 * 64 * 2, 4096), "two whole tiles a block"
+    assert tried(256, 256, 512) == set(), "too little to share"
+
+
+@pytest.mark.parametrize(("n", "k"), LLAMA_8B)
+def test_few_kernels_are_compiled_to_tune_256_rows(n: int, k: int) -> None:
+    found = tiles.candidates(256, n, k, 132)
+    assert len({(t.path, t.block_m, t.block_n, t.stages, t.split_k > 1, t.per_sm > 0) for t in found}) <= 12
 
 
 def test_saved_tiles_are_used_and_kept_apart_by_shape() -> None:
