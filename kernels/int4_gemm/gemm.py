@@ -14,6 +14,7 @@ from sdsie_sglang.kernels.int4_gemm.tiles import Tile
 
 try:
     import triton
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
     from sdsie_sglang.kernels.int4_gemm import kernel
 
@@ -230,7 +231,6 @@ def _fused(x: Tensor, weight: PackedWeight, bias: Tensor | None, tile: Tile) -> 
         num_warps=4,
     )
     operands = (
-        ordered,
         weight.words,
         weight.scales.view(torch.int32),
         zeros.view(torch.int32),
@@ -255,6 +255,7 @@ def _fused(x: Tensor, weight: PackedWeight, bias: Tensor | None, tile: Tile) -> 
         workers = -(-chunks // share)
         partial = torch.empty(2 * workers, tile.block_m * tile.block_n, dtype=torch.float32, device=x.device)
         kernel.stream_kernel[(workers,)](
+            TensorDescriptor.from_tensor(ordered, [tile.block_m, 64]) if tile.tma else ordered,
             *operands,
             partial,
             _counters(x.device),
@@ -264,6 +265,7 @@ def _fused(x: Tensor, weight: PackedWeight, bias: Tensor | None, tile: Tile) -> 
             row_tiles,
             share,
             SLICE=tile.slice_m,
+            TMA=tile.tma,
             PDL=pdl,
             **constants,
             **({"launch_pdl": True} if pdl else {}),
@@ -274,6 +276,7 @@ def _fused(x: Tensor, weight: PackedWeight, bias: Tensor | None, tile: Tile) -> 
         partial = torch.empty(blocks, tile.split_k, tile.block_n, tile.block_m, dtype=torch.float32, device=x.device)
         arrived = _counters(x.device)
     kernel.fused_kernel[(blocks, tile.split_k)](
+        ordered,
         *operands,
         partial,
         arrived,

@@ -692,11 +692,11 @@ def _place(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWIZZLE: tl
 
 @triton.jit
 def _multiply_chunks(
-    x, words, scales, zeros,  # as in fused_kernel
+    x, words, scales, zeros,  # as in fused_kernel or, when TMA, as in stream_kernel
     block_m, block_n, first, last,  # the tile, and the 64-k chunks [first, last)
     M, UNITS, TILES,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SYMMETRIC: tl.constexpr, IS_BF16: tl.constexpr, INTERPRET: tl.constexpr,
+    SYMMETRIC: tl.constexpr, TMA: tl.constexpr, IS_BF16: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """(BLOCK_N, BLOCK_M) fp32: sum over chunks of (dequantised chunk) · (x tile)T. A warp's rows are its own row tiles,
     so the dequantised chunk is the register operand of the product: no shared memory for it, no barrier."""
@@ -708,26 +708,30 @@ def _multiply_chunks(
     lane = line % 32
     tile = tl.minimum(block_n * R + line // 32, TILES - 1)  # beyond the edge: read anything, store nothing
     w_at = words + (lane * 4 + tile * (UNITS * 256))[:, None] + tl.arange(0, 4)[None, :]
-    x_at = x + tl.minimum(m, M - 1)[:, None] * (UNITS * 128) + tl.arange(0, 64)[None, :]
+    if not TMA:
+        x_at = x + tl.minimum(m, M - 1)[:, None] * (UNITS * 128) + tl.arange(0, 64)[None, :]
+        x_at += first * 64
     entry = tile * (groups * 8) + lane // 4
 
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    x_at += first * 64
     w_at += first * 128
     for chunk in range(first, last):
-        x_tile = tl.load(x_at)
+        if TMA:
+            x_tile = x.load([block_m * BLOCK_M, chunk * 64])
+        else:
+            x_tile = tl.load(x_at)
+            x_at += 64
         vector = tl.load(w_at)
         scale_word = _load_rows(scales, entry, chunk, GROUP)
         zero_word = scale_word
         if not SYMMETRIC:
             zero_word = _load_rows(zeros, entry, chunk, GROUP)
-        w = _dequantized_chunk(vector, scale_word, zero_word, R, PARTS, x.dtype.element_ty,
+        w = _dequantized_chunk(vector, scale_word, zero_word, R, PARTS, x_tile.dtype,
                                SYMMETRIC, IS_BF16, INTERPRET)  # fmt: skip
         if INTERPRET:  # its dot multiplies the bits of bf16
             total = tl.dot(w.to(tl.float32), tl.trans(x_tile).to(tl.float32), total)
         else:
             total = tl.dot(w, tl.trans(x_tile), total)
-        x_at += 64
         w_at += 128
     return total
 
@@ -764,8 +768,9 @@ def fused_kernel(
     block_m, block_n = _place(pid, M, N, BLOCK_M, BLOCK_N, SWIZZLE)
     share = (tl.cdiv(UNITS, splits) if SPLIT else UNITS) * 2
     first = split * share
-    total = _multiply_chunks(x, words, scales, zeros, block_m, block_n, first, tl.minimum(first + share, UNITS * 2),
-                             M, UNITS, TILES, GROUP, BLOCK_M, BLOCK_N, SYMMETRIC, IS_BF16, INTERPRET)  # fmt: skip
+    last = tl.minimum(first + share, UNITS * 2)
+    total = _multiply_chunks(x, words, scales, zeros, block_m, block_n, first, last, M, UNITS, TILES,
+                             GROUP, BLOCK_M, BLOCK_N, SYMMETRIC, False, IS_BF16, INTERPRET)  # fmt: skip
     m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
     n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     if SPLIT:
@@ -811,7 +816,8 @@ def _slot(worker, part):
 
 @triton.jit(do_not_specialize=["M", "UNITS", "TILES", "share"])
 def stream_kernel(
-    x, words, scales, zeros, bias, y,  # as in fused_kernel
+    x,  # as in fused_kernel; when TMA, its descriptor with blocks of (BLOCK_M, 64)
+    words, scales, zeros, bias, y,  # as in fused_kernel
     partial,  # (2 workers, BLOCK_M BLOCK_N) fp32
     arrived,  # (workers,) int32 of zeros; left at zero
     M, N, UNITS, TILES,
@@ -819,7 +825,9 @@ def stream_kernel(
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SLICE: tl.constexpr,  # rows of x that are summed at a time
     SWIZZLE: tl.constexpr,
-    SYMMETRIC: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr, IS_BF16: tl.constexpr, INTERPRET: tl.constexpr,
+    SYMMETRIC: tl.constexpr, HAS_BIAS: tl.constexpr,
+    TMA: tl.constexpr, PDL: tl.constexpr,
+    IS_BF16: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Stream-K: the chunks of all tiles in one line, cut into equal shares, a block (worker) a share. The last worker
     to arrive at a tile that several have parts of adds them up in the order of k; none waits for another.
@@ -838,7 +846,7 @@ def stream_kernel(
         last = tl.minimum(end - tile_start, chunks)
         block_m, block_n = _place(tile, M, N, BLOCK_M, BLOCK_N, SWIZZLE)
         total = _multiply_chunks(x, words, scales, zeros, block_m, block_n, first, last, M, UNITS, TILES,
-                                 GROUP, BLOCK_M, BLOCK_N, SYMMETRIC, IS_BF16, INTERPRET)  # fmt: skip
+                                 GROUP, BLOCK_M, BLOCK_N, SYMMETRIC, TMA, IS_BF16, INTERPRET)  # fmt: skip
         n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
         m = block_m * BLOCK_M
         if last - first == chunks:

@@ -32,6 +32,7 @@ class Tile:
     block_n: int = 128
     stages: int = 3
     per_sm: int = 0  # fused: blocks an SM that share all tiles' K equally (stream-K); 0: blocks have tiles of their own
+    tma: bool = False  # stream-K: x by the tensor memory accelerator (sm_90 and newer; elsewhere by ordinary loads)
 
     @property
     def slice_m(self) -> int:
@@ -194,15 +195,16 @@ def fused_candidates(m_bucket: int, n: int, k: int, sms: int) -> Iterator[Tile]:
 STREAM_BUCKETS = (128, 256, 512)
 # Blocks an SM are at most those that an H200's registers and shared memory hold (test_int4_compile.py looks).
 STREAM_TILES = tuple(
-    Tile("fused", warps=warps, block_m=block_m, block_n=block_n, stages=stages, per_sm=per_sm)
-    for block_m, block_n, warps, stages, most in (
-        (128, 64, 4, 4, 3),
-        (256, 64, 4, 3, 2),
-        (256, 64, 4, 5, 1),
-        (256, 128, 8, 3, 1),
-        (256, 128, 8, 4, 1),
+    Tile("fused", warps=warps, block_m=block_m, block_n=block_n, stages=stages, per_sm=per_sm, tma=tma)
+    for block_m, block_n, warps, stages, tma, counts in (
+        (128, 64, 4, 4, True, (2, 3)),
+        (128, 128, 8, 4, True, (1, 2)),
+        (256, 64, 4, 3, True, (1, 2)),
+        (256, 64, 4, 6, True, (1,)),
+        (256, 128, 8, 4, True, (1,)),
+        (256, 64, 4, 3, False, (1, 2)),
     )
-    for per_sm in range(1, most + 1)
+    for per_sm in counts
 )
 
 

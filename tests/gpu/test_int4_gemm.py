@@ -22,7 +22,7 @@ TILES = {
     "fused": Tile("fused", block_m=64, block_n=64, warps=4),
     "fused_split": Tile("fused", block_m=32, block_n=128, warps=8, split_k=3),
     "stream": Tile("fused", block_m=64, block_n=64, warps=4, per_sm=2),
-    "stream_8_warps": Tile("fused", block_m=32, block_n=128, warps=8, per_sm=1),
+    "stream_tma": Tile("fused", block_m=32, block_n=128, warps=8, per_sm=1, tma=True),
     "dequant": DEQUANT,
 }
 
@@ -101,7 +101,7 @@ def test_rows_do_not_depend_on_the_batch() -> None:
         assert torch.equal(int4_gemm(x[:m], weight), full[:m])
 
 
-@pytest.mark.parametrize("name", ["fragment", "split", "fused", "fused_split", "stream", "dequant"])
+@pytest.mark.parametrize("name", ["fragment", "split", "fused", "fused_split", "stream", "stream_tma", "dequant"])
 def test_repeats_and_graph_replay_agree(name: str) -> None:
     weight = _weight(2048, 2048, 128, True)
     x = torch.randn(6, 2048, device="cuda").to(BF16)

@@ -4,6 +4,8 @@ The interpreter executes the kernels' own index arithmetic; only mma, lop3 and t
 the same fragments.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -60,6 +62,7 @@ def test_one_hot_returns_the_dequantized_weights(tile: Tile, group: int, symmetr
         (20, 70, 700, STREAM),  # six tiles, four workers: parts and a whole tile in one worker
         (20, 50, 200, Tile("fused", block_m=64, block_n=64, warps=4, per_sm=1)),  # one tile, a chunk a worker
         (5, 40, 1160, Tile("fused", block_m=16, block_n=64, warps=4, per_sm=3)),  # more parts than are read at a time
+        (20, 50, 700, replace(STREAM, tma=True)),
         (5, 40, 264, DEQUANT),
     ],
 )

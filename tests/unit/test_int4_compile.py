@@ -118,7 +118,7 @@ def test_every_variant_of_the_kernels_parses(group: int, once: bool, split: bool
         assert ("tt.atomic_rmw" in module) == split
         if not (once or split):
             stream = {name: value for name, value in (fused | kind).items() if name != "SPLIT"}
-            stream |= {"SLICE": 16, "PDL": True}
+            stream |= {"SLICE": 16, "TMA": False, "PDL": True}
             assert "tt.atomic_rmw" in _parse(kernel.stream_kernel, types | {"x": float_type}, stream, num_warps=4)
 
 
@@ -140,22 +140,28 @@ def test_fused_kernel(capability: int) -> None:
 def _stream(capability: int, tile: Tile) -> Any:
     constants = STREAM_CONSTANTS | {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "SLICE": tile.slice_m}
     constants["PDL"] = capability >= 90
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    return _compile(kernel.stream_kernel, FUSED_TYPES, constants, capability, **options)
+    constants["TMA"] = tile.tma
+    types = FUSED_TYPES | ({"x": f"tensordesc<bf16[{tile.block_m},64]>"} if tile.tma else {})
+    return _compile(kernel.stream_kernel, types, constants, capability, num_warps=tile.warps, num_stages=tile.stages)
 
 
+@pytest.mark.parametrize("tma", [False, True], ids=["loads", "tma"])
 @pytest.mark.parametrize("capability", [80, 120])
-def test_stream_kernel(capability: int) -> None:
-    ptx = _stream(capability, Tile("fused", warps=4, block_m=64, block_n=64, per_sm=2)).asm["ptx"]
+def test_stream_kernel(capability: int, tma: bool) -> None:
+    ptx = _stream(capability, Tile("fused", warps=4, block_m=64, block_n=64, per_sm=2, tma=tma)).asm["ptx"]
     assert "mma.sync" in ptx
     assert ("griddepcontrol.wait" in ptx) == (capability >= 90)
+    assert ("cp.async.bulk.tensor" in ptx) == (tma and capability >= 90)
 
 
-@pytest.mark.parametrize("tile", [tile for tile in STREAM_TILES if tile.per_sm == 1], ids=str)
+@pytest.mark.parametrize("tile", sorted({replace(tile, per_sm=1) for tile in STREAM_TILES}, key=str), ids=str)
 def test_as_many_blocks_fit_an_sm_as_the_tuner_tries(tile: Tile, tmp_path: Path) -> None:
     compiled = _stream(90, tile)
     ptx = compiled.asm["ptx"]
     assert ptx.count("wgmma.mma_async") == 4, "four steps of a chunk"
+    assert ptx.count("cp.async.bulk.tensor") == (tile.stages if tile.tma else 0), (
+        "the first stages, and one in the loop"
+    )
     source = tmp_path / "stream.ptx"
     source.write_text(ptx)
     command = [triton.knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", source, "-o", tmp_path / "stream.cubin"]
