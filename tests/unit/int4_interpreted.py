@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from triton.runtime import interpreter
 
 from sdsie_sglang.kernels.int4_gemm import dequantize, gemm, int4_gemm, pack, quantize
 from sdsie_sglang.kernels.int4_gemm.pack import PackedWeight
@@ -99,15 +100,27 @@ def test_counters_are_left_at_zero_and_a_second_call_agrees(tile: Tile) -> None:
     assert all(not counters.any() for counters in gemm._arrived.values())
 
 
-def test_parts_are_added_in_the_order_of_k() -> None:
-    """Parts of 2^24, 1, -2^24 and 0 give 0 in this order, in others 1."""
-    tile = Tile("fused", block_m=16, block_n=64, warps=4, per_sm=1)
-    weight = _weight(16, 256, 128, symmetric=True)  # four chunks, four workers
-    weight.words.fill_(-0x66666667)  # every code 9: weights of one
+@pytest.mark.parametrize("backwards", [False, True], ids=["last part last", "first part last"])
+@pytest.mark.parametrize("tile", [STREAM, replace(FUSED, split_k=4)], ids=["stream", "split"])
+def test_parts_are_added_in_the_order_of_k(tile: Tile, backwards: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever arrives last: four parts, 2^24, 1, -2^24 and 0, are 0 in this order and 1 in the opposite one."""
+    weight = _weight(16, 512, 128, symmetric=True)
+    weight.words.fill_(-0x66666667)  # every code 9: with scales of one, weights of one
     weight.scales.fill_(1.0)
-    x = torch.zeros(1, 256, dtype=BF16)
-    x[0, 0], x[0, 64], x[0, 128] = 2.0**24, 1.0, -(2.0**24)
+    x = torch.zeros(1, 512, dtype=BF16)
+    x[0, 0], x[0, 128], x[0, 256] = 2.0**24, 1.0, -(2.0**24)
+    builder = interpreter.interpreter_builder
+    forwards, visited = builder.set_grid_idx, []
+
+    def visit(column: int, row: int, plane: int) -> None:
+        if backwards:
+            column, row = builder.grid_dim[0] - 1 - column, builder.grid_dim[1] - 1 - row
+        visited.append(max(column, row))
+        forwards(column, row, plane)
+
+    monkeypatch.setattr(builder, "set_grid_idx", visit)
     assert not int4_gemm(x, weight, tile=tile).any()
+    assert visited[-4:] == ([3, 2, 1, 0] if backwards else [0, 1, 2, 3])
 
 
 def test_dequantize_kernel_matches_the_reference() -> None:
