@@ -13,6 +13,7 @@ from sdsie_sglang.config import parse_policy
 from sdsie_sglang.gears import PolicySettings
 from sdsie_sglang.gears.settings import unprepared
 from sdsie_sglang.live import live_status
+from sdsie_sglang.lossless import relaxed_thresholds
 from sdsie_sglang.patches.hook import Hook, Kind
 
 logger = logging.getLogger(__name__)
@@ -86,14 +87,20 @@ async def refuse_bad_policy(original: Callable[..., Any], manager: Any, obj: Any
     """Answers a bad change with a 400 that says why; SGLang alone would answer 200 and [false]."""
     from fastapi import HTTPException
 
-    ours, _ = split_update(obj.server_args)
+    ours, rest = split_update(obj.server_args)
     problem = await _problem_with(manager, ours) if ours else None
+    if (relaxed := relaxed_thresholds(rest)) and await _runs_gears(manager):
+        problem = f"{relaxed[0]}: gears never accept what the target would not have said"
     if problem is not None:
         raise HTTPException(status_code=400, detail=f"sdsie: {problem}")
     updated = await original(manager, obj)
     if ours and not all(updated):
         raise HTTPException(status_code=400, detail="sdsie: rejected, nothing was changed; see the server's log")
     return updated
+
+
+async def _runs_gears(manager: Any) -> bool:
+    return any((state.get(KEY) or {}).get("gate") is not None for state in await manager.get_internal_state())
 
 
 async def _problem_with(manager: Any, ours: dict[str, Any]) -> str | None:

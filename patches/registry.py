@@ -12,6 +12,7 @@ from sdsie_sglang.patches import (
     meta_info,
     raw_logits,
     replica_watch,
+    sampling_filters,
     skinny_linear,
 )
 from sdsie_sglang.patches.hook import Hook
@@ -37,7 +38,14 @@ CPU_HOOKS: tuple[Hook, ...] = (
     cpu_ranks.GROUPS,
 )
 
-GPU_HOOKS: tuple[Hook, ...] = (skinny_linear.HOOK, fused_layer.LAYER, fused_layer.LINK, fused_attention.ATTENTION)
+GPU_HOOKS: tuple[Hook, ...] = (
+    skinny_linear.HOOK,
+    fused_layer.LAYER,
+    fused_layer.LINK,
+    fused_attention.ATTENTION,
+    sampling_filters.VERIFY,
+    sampling_filters.SOFTMAX,
+)
 
 
 def active_hooks() -> tuple[Hook, ...]:

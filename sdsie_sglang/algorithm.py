@@ -12,6 +12,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 from sdsie_sglang.config import ALGORITHM, ConfigError, SdsieConfig, config_from_env
 from sdsie_sglang.int4.checks import find_problem
 from sdsie_sglang.int4.saved_checks import saved_problem
+from sdsie_sglang.lossless import THRESHOLDS, relaxed_thresholds
 from sdsie_sglang.telemetry.trace import check_trace_path
 from sdsie_sglang.tensor_parallel import split_problem
 
@@ -101,6 +102,11 @@ def _refusals(args: Any, config: SdsieConfig) -> list[tuple[bool, str]]:
         (
             bool(args.speculative_use_rejection_sampling),
             "leave out --speculative-use-rejection-sampling: sampled text is verified without it",
+        ),
+        (
+            relaxed_thresholds({name: getattr(args, name) for name in THRESHOLDS}) != [],
+            "gears never accept what the target would not have said: leave out --speculative-accept-threshold-single "
+            "and --speculative-accept-threshold-acc",
         ),
         (
             args.pp_size > 1,

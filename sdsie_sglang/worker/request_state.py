@@ -25,7 +25,7 @@ class RequestState:
     prefilled: prompt tokens that the target has seen so far; tells a next chunk from a new start.
     retractions: how often SGLang had taken the request's KV away when the gate was made.
     plain_only: its sampling depends on every token before, which SGLang tells a speculative batch a
-        cycle late: penalties and min_new_tokens.
+        cycle late or not at all: penalties, min_new_tokens and custom logit processors.
     """
 
     gate: RequestGate
@@ -53,13 +53,18 @@ def find_state(req: Any) -> RequestState | None:
     return getattr(req, _ATTRIBUTE, None)
 
 
-def needs_plain(sampling: Any) -> bool:
-    """Whether SGLang's SamplingParams ask for something that only one token a pass does exactly."""
+def needs_plain(req: Any) -> bool:
+    """Whether SGLang's request asks for something that only one token a pass does exactly.
+
+    A custom logit processor may look at all tokens before, and SGLang's verify leaves it out in silence.
+    """
+    sampling = req.sampling_params
     return (
         sampling.frequency_penalty != 0.0
         or sampling.presence_penalty != 0.0
         or sampling.repetition_penalty != 1.0
         or sampling.min_new_tokens > 0
+        or req.custom_logit_processor is not None
     )
 
 

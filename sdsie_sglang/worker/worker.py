@@ -179,7 +179,7 @@ class SdsieWorker(StandaloneWorkerV2):
         state = find_state(req)
         if state is None:
             state = self.gate.new_state()
-            state.plain_only = self.resolution is None and needs_plain(req.sampling_params)
+            state.plain_only = self.resolution is None and needs_plain(req)
             attach(req, state)
         elif state.retractions != req.retraction_count:
             self.gate.restart(state)
