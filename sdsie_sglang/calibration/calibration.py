@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from sdsie_sglang.calibration.readings import Burst, Power, Raw, build_table
 from sdsie_sglang.eval.energy import MIN_WINDOW_S, Gpu, Recorder, window_energy_j
-from sdsie_sglang.eval.server import Server
+from sdsie_sglang.eval.server import Server, ServerFailed
 from sdsie_sglang.gears.cost_table import CostTable
 
 PROMPT = list(range(100, 164))
@@ -28,7 +28,7 @@ POWER_METHOD = "; J from mean power of GPU 0 over {window_s:.0f} s"
 
 
 def send(server: Server, gear: int | None, batch: int, round_: int, tokens: int) -> Burst:
-    """One burst in the policy in force. Raises requests.HTTPError."""
+    """One burst in the policy in force. Raises requests.HTTPError, and ServerFailed if another gear ran than `gear`."""
     started = time.perf_counter()
     response = server.post(
         "/generate",
@@ -42,6 +42,8 @@ def send(server: Server, gear: int | None, batch: int, round_: int, tokens: int)
     stats = [done["meta_info"]["sdsie"] for done in response.json()]
     longest = max(stats, key=lambda each: sum(each["cycles"].values()))
     cycles = {int(k): n for k, n in longest["cycles"].items()}
+    if gear is not None and set(cycles) != {gear}:
+        raise ServerFailed(f"a burst of gear {gear} ran {cycles} cycles by gear: its time says nothing of gear {gear}")
     return Burst(
         gear=gear,
         batch=batch,

@@ -93,6 +93,17 @@ def test_a_stopped_run_goes_on_where_it_was(server):
     assert len(saved) == 3
 
 
+def test_a_burst_that_ran_another_gear_is_no_reading(server, monkeypatch):
+    """A gate that fails runs gear 0: that must not become what gear 5 costs."""
+    raw = Raw()
+    calibration = Calibration(server, (5,), 16, 144, raw, lambda: None)
+    real = server.set_policy
+    monkeypatch.setattr(server, "set_policy", lambda **settings: real(policy="plain"))
+    with pytest.raises(ServerFailed, match=r"a burst of gear 5 ran \{0: 15\} cycles"):
+        calibration.measure((1,), rounds=1)
+    assert raw.bursts == []
+
+
 def conditions(**changes):
     values = {
         "target": "t", "target_config": "1", "draft": "d", "draft_config": "2", "hardware": "h", "dtype": "bfloat16",
