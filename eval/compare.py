@@ -68,7 +68,7 @@ class MethodSummary(BaseModel):
     prompts: int
     repetitions: int
     tok_per_s: float
-    decode_tok_per_s: float
+    decode_tok_per_s: float | None
     first_token_ms: float
     throughput_tok_per_s: float
     mean_tokens: float
@@ -244,6 +244,12 @@ def merged(opened: Cells, closed: Cells) -> Cells:
     )
 
 
+def with_decode(over: Cells, under: Cells) -> tuple[Array, Array]:
+    """Decode speeds of the prompts that have one on both sides in every repetition: an answer of one token has none."""
+    known = ~np.isnan(over.decode + under.decode).any(axis=1)
+    return over.decode[known], under.decode[known]
+
+
 Pair = tuple[Cells, Cells]
 """A method's column and the baseline's of the same repetitions."""
 TWO_OVER_BRACKETS = 4 / 3
@@ -272,7 +278,7 @@ def servers(pairs: Sequence[Pair], rows: Sequence[int] | None = None, share: flo
 
     return Servers(
         speed=times(pooled([speed_spread(o.speed, u.speed) for o, u in picked])),
-        decode=times(pooled([speed_spread(o.decode, u.decode) for o, u in picked])),
+        decode=times(pooled([speed_spread(*both) for o, u in picked if len((both := with_decode(o, u))[0])])),
         energy=times(
             pooled(
                 [
@@ -305,13 +311,14 @@ def describe(name: str, column: Cells) -> MethodSummary:
     requests = column.requests
     verified = sum(r.verify_count or 0 for r in requests)
     joules = None if column.energy_j is None else float(column.energy_j.sum())
+    known = column.decode[~np.isnan(column.decode)]
     return MethodSummary(
         method=name,
         family=METHODS[name].family,
         prompts=len(column.prompts),
         repetitions=column.speed.shape[1],
         tok_per_s=float(column.speed.mean()),
-        decode_tok_per_s=float(np.nanmean(column.decode)),
+        decode_tok_per_s=float(known.mean()) if len(known) else None,
         first_token_ms=float(np.median([r.first_token_s - r.start_s for r in requests]) * 1000),
         throughput_tok_per_s=sum(r.tokens for r in requests) / column.phase_s,
         mean_tokens=float(np.mean([r.tokens for r in requests])),
@@ -431,7 +438,9 @@ def _phase(part: str, records: list[Record], number: int) -> tuple[PhaseSummary,
         its_records = columns["method", name]
         summary = describe(name, column)
         summary.change = change(column, against, config.seed, spread)
-        summary.decode_change = speed_change(column.decode, against.decode, config.seed, spread.decode)
+        decoded = with_decode(column, against)
+        if len(decoded[0]):
+            summary.decode_change = speed_change(*decoded, config.seed, spread.decode)
         summary.p = wilcoxon_p(column.speed, against.speed)
         summary.categories = _categories(column, against, config.seed, list(measured.values()))
         summary.identity = identity(

@@ -118,6 +118,21 @@ def test_a_method_measured_once_is_as_uncertain_as_the_others_servers():
     assert once.change.speed.low < 0 < once.change.speed.high
 
 
+def test_an_answer_of_one_token_has_no_decode_speed_and_takes_none_from_the_others():
+    settings = config()
+    records = [*brackets(settings=settings), fake_record(settings=settings, tok_per_s=200, accept=3)]
+    records[-1].requests[3].output_ids = [7]
+    [phase] = compare.summarise(records).parts[0].phases
+    assert phase.methods[0].decode_change.value == pytest.approx(1.04, abs=0.02)
+    for record in records:
+        for request in record.requests:
+            request.output_ids = [7]
+    [phase] = compare.summarise(records).parts[0].phases
+    assert phase.methods[0].decode_change is None
+    assert phase.methods[0].decode_tok_per_s is None
+    assert "NaN" not in phase.model_dump_json()
+
+
 def test_holm():
     assert intervals.holm([0.01, 0.04, 0.03, None]) == [
         pytest.approx(0.03),
