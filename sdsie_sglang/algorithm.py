@@ -116,7 +116,10 @@ def _refusals(args: Any, config: SdsieConfig) -> list[tuple[bool, str]]:
             (args.attn_dp_size or 1) > 1,
             "gears do not run with DP attention: leave out --attn-dp-size and --enable-dp-attention",
         ),
-        (bool(args.enable_lora), "gears do not run with LoRA adapters: merge the adapter into the model"),
+        (
+            bool(args.enable_lora or args.lora_paths),
+            "gears do not run with LoRA adapters: merge the adapter into the model",
+        ),
         (
             args.disaggregation_mode not in (None, "null"),
             "gears do not run with prefill-decode disaggregation: leave out --disaggregation-mode",
