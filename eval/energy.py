@@ -27,6 +27,8 @@ MIN_WINDOW_S = 10.0
 MIN_PIECE_S = 3.0
 """Windows of one label in several servers' lives are pooled to `MIN_WINDOW_S`; each must span many counter steps."""
 FAST_PERIOD_S = 0.01
+MAX_UNSEEN_STEPS = 3
+"""A window may begin or end so many counter steps from the nearest edge; a thread that did not sample leaves more."""
 SLOW_EVERY = 10
 """Temperature, clock, reasons, memory and processes are read at every tenth sample of energy and power."""
 
@@ -204,6 +206,10 @@ def window_energy_j(readings: Readings, start_s: float, end_s: float, min_s: flo
     if any(after < before for (_, before), (_, after) in pairwise(edges)):
         raise NoEnergy("the energy counter went backwards within the window")
     (first_s, first_j), (last_s, last_j) = edges[0], edges[-1]
+    step_s = float(np.median(np.diff([t for t, _ in edges])))
+    unseen_s = max(first_s - start_s, end_s - last_s)
+    if unseen_s > MAX_UNSEEN_STEPS * step_s:
+        raise NoEnergy(f"the energy counter was not seen to move in {unseen_s:.1f} s of the window")
     return (last_j - first_j) / (last_s - first_s) * (end_s - start_s)
 
 

@@ -60,6 +60,17 @@ def test_a_counter_that_went_backwards_gives_no_energy():
     assert energy.window_energy_j(lab.readings, 7.5, 13.5, 3.0) == pytest.approx(400 * 6, rel=0.01)
 
 
+@pytest.mark.parametrize("idle_first", [True, False])
+def test_a_window_that_was_not_sampled_to_its_end_gives_no_energy(idle_first):
+    """Idle and then busy, or the other way: mean power of the sampled part would be a guess of the rest."""
+    lab = Lab(FakeGpu(load_w=lambda t: 100.0 if (t < 6) == idle_first else 500.0, leak=0.0))
+    lab.run(0.5)
+    lab.run(5.5)
+    lab.gpu.advance(6.0)
+    with pytest.raises(NoEnergy, match=r"not seen to move in 6\.\d s"):
+        energy.window_energy_j(lab.readings, 0.5, 12.0)
+
+
 def test_integrated_power_agrees_with_the_counter_also_when_power_changes():
     lab = Lab(FakeGpu(load_w=lambda t: 200.0 if int(t) % 2 else 500.0, leak=0.0))
     lab.run(14)

@@ -215,7 +215,7 @@ def test_summary_of_a_whole_part():
 def test_a_category_has_no_energy_if_it_lasted_less_than_a_window():
     settings = config()
     records = [
-        *brackets(settings=settings, gpu=FakeGpu(), tok_per_s=50),
+        *(fake_record(role, "plain", settings=settings, gpu=FakeGpu(), tok_per_s=50) for role in ("open", "close")),
         fake_record(settings=settings, gpu=FakeGpu(), tok_per_s=200, accept=4),
     ]
     [method] = compare.summarise(records).parts[0].phases[0].methods
