@@ -691,6 +691,17 @@ def _place(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWIZZLE: tl
 
 
 @triton.jit
+def _finished(total):
+    """The same sums, once the tensor core has read its operands.
+
+    wgmma reads weights from registers while the block goes on. Triton leaves one in flight into the next chunk, and
+    ptxas (12.9, with Triton 3.6 and 3.8) gives its registers to that chunk's arithmetic: wrong products, a few in
+    a large one (https://github.com/triton-lang/triton/issues/9433). Using the sums makes Triton wait for all of it.
+    """
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [total], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def _multiply_chunks(
     x, words, scales, zeros,  # as in fused_kernel or, when TMA, as in stream_kernel
     block_m, block_n, first, last,  # the tile, and the 64-k chunks [first, last)
@@ -731,7 +742,7 @@ def _multiply_chunks(
         if INTERPRET:  # its dot multiplies the bits of bf16
             total = tl.dot(w.to(tl.float32), tl.trans(x_tile).to(tl.float32), total)
         else:
-            total = tl.dot(w, tl.trans(x_tile), total)
+            total = _finished(tl.dot(w, tl.trans(x_tile), total))
         w_at += 128
     return total
 

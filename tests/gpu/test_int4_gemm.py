@@ -25,6 +25,12 @@ TILES = {
     "stream_tma": Tile("fused", block_m=32, block_n=128, warps=8, per_sm=1, tma=True),
     "dequant": DEQUANT,
 }
+FUSED_TILES = [
+    Tile("fused", warps=4, block_m=256, block_n=64, stages=3),
+    Tile("fused", warps=4, block_m=128, block_n=64, stages=4),
+    Tile("fused", warps=8, block_m=128, block_n=128, stages=3),
+    *STREAM_TILES,
+]
 
 
 def _weight(n: int, k: int, group: int, symmetric: bool, dtype: torch.dtype = BF16) -> PackedWeight:
@@ -84,6 +90,17 @@ def test_stream_k_as_the_tuner_runs_it(tile: Tile, m: int, n: int, k: int) -> No
     for _ in range(50):
         assert torch.equal(int4_gemm(x, weight, tile=tile), first)
     assert not any(counters.any() for counters in gemm._arrived.values())
+
+
+@pytest.mark.parametrize("tile", FUSED_TILES, ids=str)
+def test_large_products_are_right_every_time(tile: Tile) -> None:
+    """More blocks than fit at once, so that the tensor core falls behind: what it still reads must not change."""
+    weight = _weight(28672, 4096, 128, True)
+    x = torch.randn(256, 4096, device="cuda").to(BF16)
+    first = int4_gemm(x, weight, tile=tile)
+    _check(first, x, weight, True)
+    for _ in range(50):
+        assert torch.equal(int4_gemm(x, weight, tile=tile), first)
 
 
 @pytest.mark.parametrize("m", [1, 16, 40, 256, 1500])
