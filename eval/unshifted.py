@@ -44,7 +44,7 @@ class Prompt(BaseModel):
 
 
 class Comparison(BaseModel):
-    """The ratio, what it is made of, and the commands that served both sides."""
+    """The ratio, what it is made of, and the commands that served both sides. No interval from a single prompt."""
 
     k: int
     new_tokens: int
@@ -56,8 +56,8 @@ class Comparison(BaseModel):
     unshifted_accept_length: float
     standalone_accept_length: float
     ratio: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     prompts: list[Prompt]
 
 
@@ -118,8 +118,8 @@ def compare(unshifted: dict[str, Any], standalone: dict[str, Any]) -> Comparison
         unshifted_accept_length=tokens / ours_all,
         standalone_accept_length=tokens / theirs_all,
         ratio=1 + change.value,
-        low=1 + (change.low if change.low is not None else change.value),
-        high=1 + (change.high if change.high is not None else change.value),
+        low=None if change.low is None else 1 + change.low,
+        high=None if change.high is None else 1 + change.high,
         prompts=prompts,
     )
 
@@ -129,8 +129,8 @@ def figure(comparison: Comparison, record: str) -> headline.Figure:
     return headline.Figure(
         name=FIGURE,
         value=round(comparison.ratio, 4),
-        low=round(comparison.low, 4),
-        high=round(comparison.high, 4),
+        low=None if comparison.low is None else round(comparison.low, 4),
+        high=None if comparison.high is None else round(comparison.high, 4),
         unit="1",
         where=comparison.where,
         record=record,
@@ -178,10 +178,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     path = (options.folder / f"unshifted_k{options.k}.json").resolve()
     path.write_text(comparison.model_dump_json(indent=1) + "\n")
+    low, high = comparison.low, comparison.high
+    interval = "no interval" if low is None or high is None else f"{low:.4f} to {high:.4f}"
     print(
         f"{comparison.unshifted_accept_length:.3f} tokens a cycle unshifted, "
         f"{comparison.standalone_accept_length:.3f} by STANDALONE: {comparison.ratio:.4f} "
-        f"({comparison.low:.4f} to {comparison.high:.4f}), "
+        f"({interval}), "
         f"{sum(p.same_tokens for p in comparison.prompts)} of {len(comparison.prompts)} answers the same"
     )
     if options.headline:

@@ -49,6 +49,12 @@ def test_other_answers_do_not_count_and_are_said():
         unshifted.compare(OURS, served("standalone-k5", [12], [30]))
 
 
+def test_one_prompt_has_no_interval():
+    found = unshifted.compare(served("draft-k5", [10], [30]), served("standalone-k5", [12], [30]))
+    assert (found.ratio, found.low, found.high) == (pytest.approx(1.2), None, None)
+    assert unshifted.figure(found, "r.json").low is None
+
+
 @pytest.fixture
 def serving(monkeypatch):
     asked = []
