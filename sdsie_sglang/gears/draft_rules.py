@@ -45,6 +45,24 @@ class ConstantConfidence:
         pass
 
 
+class CumulativeConfidence:
+    """Stop once all tokens of the chain are unlikely to be right: the product of their probabilities is below a limit.
+
+    What EAGLE-2 (arXiv 2406.16858) calls the confidence of a node, put to a chain.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self._chain = 1.0
+
+    def stops(self, entropy_bits: float, top_probability: float) -> bool:
+        self._chain *= top_probability
+        return self._chain < self.limit
+
+    def verified(self, k: int, accepted: int) -> None:
+        self._chain = 1.0
+
+
 class AdaEdl:
     """AdaEDL (arXiv 2410.18351): stop if 1 - sqrt(gamma H) < limit, H in nats.
 

@@ -5,7 +5,7 @@ import pytest
 
 from sdsie_sglang.gears import Observation
 from sdsie_sglang.gears.cost_table import Cell, CostTable
-from sdsie_sglang.gears.draft_rules import AdaEdl, ConstantConfidence, Svip
+from sdsie_sglang.gears.draft_rules import AdaEdl, ConstantConfidence, CumulativeConfidence, Svip
 from sdsie_sglang.gears.rivals import SGLANG_SLOTS, AcceptEmaPolicy, GoodputPolicy
 
 
@@ -76,6 +76,13 @@ def test_svip_stops_above_six_tenths_of_a_nat(nats, stops):
 @pytest.mark.parametrize(("top", "stops"), [(0.41, False), (0.39, True)])
 def test_constant_confidence(top, stops):
     assert ConstantConfidence().stops(9.0, top) is stops
+
+
+def test_cumulative_confidence_begins_anew_with_each_chain():
+    rule = CumulativeConfidence(0.5)
+    for _ in range(2):
+        assert [rule.stops(0.0, top) for top in (0.9, 0.7, 0.7)] == [False, False, True]
+        rule.verified(3, 1)
 
 
 def test_adaedl_stops_where_its_bound_is_below_the_limit():
