@@ -71,11 +71,13 @@ class Fidelity(BaseModel):
     Args:
         judged: the servers (paths of their records in the folder) whose answers were compared with plain's.
         limit: differing answers of a server that were judged at most.
+        cut: answers that end where the other of the pair goes on: there is no token to judge.
     """
 
     judged: list[str]
     limit: int
     partings: list[Parting]
+    cut: int = 0
 
 
 def first_difference(plain: Sequence[int], other: Sequence[int]) -> int | None:
@@ -181,6 +183,7 @@ def measure(folder: Path, limit: int) -> Fidelity:
     models = resolve_models(config)
     judge: Judge | None = None
     found: list[Parting] = []
+    cut = 0
     others = [record for record in records if record.datapoint.role != "open"]
     for record in tqdm(others, unit="server"):
         asked = 0
@@ -192,11 +195,13 @@ def measure(folder: Path, limit: int) -> Fidelity:
             prompt = chat_ids(models.target, texts[request.key])
             name = f"{record.datapoint.part}/{record.datapoint.method}"
             parting = judge.part(name, request.key, prompt, base.output_ids, request.output_ids)
-            if parting is not None:
+            if parting is None:
+                cut += 1
+            else:
                 found.append(parting)
                 asked += 1
     judged = [str(record.datapoint.path(Path())) for record in others]
-    return Fidelity(judged=judged, limit=limit, partings=found)
+    return Fidelity(judged=judged, limit=limit, partings=found, cut=cut)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -252,8 +252,10 @@ def fidelity_blocks(records: Sequence[Record], fidelity: Fidelity | None) -> lis
         )
         blocks.append(Text(f"{text} (python -m sdsie_sglang.eval.fidelity DIR). Token identity is in the tables."))
     partings = fidelity.partings if fidelity is not None else []
+    if fidelity is not None and fidelity.cut:
+        blocks.append(Text(f"{fidelity.cut} answers end where plain's goes on, or go on where it ends."))
     if not partings:
-        if fidelity is not None:
+        if fidelity is not None and not fidelity.cut:
             blocks.append(Text(f"No answer of {len(fidelity.judged)} servers differs from plain's in a token."))
         return blocks
     rows = []
@@ -277,7 +279,8 @@ def fidelity_blocks(records: Sequence[Record], fidelity: Fidelity | None) -> lis
     blocks.append(
         Text(
             "In nats, by the target in float32, teacher forced. A near tie: the two tokens differ by at most "
-            f"{MAX_MARGIN} in log-probability. Rounding KL: float32 against the served precision on plain's answer.",
+            f"{MAX_MARGIN} in log-probability. Rounding KL: float32 against the served precision on plain's answer. "
+            f"At most {fidelity.limit if fidelity is not None else 0} differing answers of a server were asked about.",
             note=True,
         )
     )

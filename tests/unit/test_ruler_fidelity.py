@@ -4,7 +4,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sdsie_sglang.eval.fidelity import Judge, main, served_dtype
+from sdsie_sglang.eval import chat, fidelity, plan, record
+from sdsie_sglang.eval.fidelity import Judge, Parting, main, served_dtype
+from sdsie_sglang.eval.methods import Models
+from tests.unit.ruler_fakes import fake_record
 
 PROMPT = [1, 2, 3]
 
@@ -77,3 +80,31 @@ def test_nothing_to_judge(target):
     judge = Judge(target, "float32")
     assert judge.part("m", "k", PROMPT, [4, 5], [4, 5]) is None
     assert judge.part("m", "k", PROMPT, [4, 5], [4]) is None
+
+
+def test_every_differing_answer_is_judged_counted_or_over_the_limit(monkeypatch, tmp_path, capsys):
+    class Stub(Judge):
+        def __init__(self, target, dtype):
+            assert (target, dtype) == ("T", "bfloat16")
+
+        def part(self, method, key, prompt, plain, other):
+            if plain[: len(other)] == other:
+                return None
+            return Parting(
+                method=method, key=key, index=0, margin=0.0, rounding_kl=0.0, plain_nll=0.0, method_nll=0.0
+            )  # fmt: skip
+
+    monkeypatch.setattr(fidelity, "Judge", Stub)
+    monkeypatch.setattr(plan, "resolve_models", lambda config: Models("T", "D"))
+    monkeypatch.setattr(chat, "chat_ids", lambda target, text: [1])
+    other = fake_record("method", position=1, server_info={"dtype": "bfloat16"})
+    other.requests[0].output_ids = other.requests[0].output_ids[:-1]
+    for request in other.requests[1:4]:
+        request.output_ids = [0, 0]
+    for made in (fake_record("open", "plain", position=0), other, fake_record("close", "plain", position=2)):
+        record.write(made, made.datapoint.path(tmp_path))
+    assert main([str(tmp_path), "--limit", "2"]) == 0
+    found = fidelity.Fidelity.model_validate_json((tmp_path / "fidelity.json").read_text())
+    assert found.judged == ["all/rep0/01-draft-k5.json", "all/rep0/02-plain-close.json"]
+    assert (len(found.partings), found.cut, found.limit) == (2, 1, 2)
+    assert "2 differing answers judged" in capsys.readouterr().out

@@ -188,6 +188,9 @@ def test_nothing_differs_is_said(records):
     text = markdown(report.fidelity_blocks(records, Fidelity(judged=judged, limit=40, partings=[])))
     assert "No answer of 14 servers differs" in text
     assert "not been asked" in markdown(report.fidelity_blocks(records, None))
+    cut = markdown(report.fidelity_blocks(records, Fidelity(judged=judged, limit=40, partings=[], cut=3)))
+    assert "3 answers end where plain's goes on" in cut
+    assert "No answer" not in cut
 
 
 def test_bests_of_different_repetitions_are_not_held_against_each_other(records):
