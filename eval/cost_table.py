@@ -23,9 +23,13 @@ from sdsie_sglang.gears.limits import MAX_K
 GEAR_RECORD = ROOT / "eval" / "results" / "gears" / "8b_1b.json"
 GEAR = 5
 GEARS = {"gear0": 0, "k5": GEAR}
+WHOLE = (
+    "wall time of a burst / its cycles, median of {repeats} bursts, prefill and the draft's first reading of the "
+    "prompt included"
+)
+BEYOND = "wall time of a burst beyond a shorter one's / its further cycles, median of {repeats} bursts"
 METHOD = (
-    "ms a cycle = wall time of a burst / its cycles, median of {repeats} bursts, prefill and the draft's first reading "
-    "of the prompt included; engaging = what the run that switches every 8 cycles took beyond its steady cycles, for "
+    "ms a cycle = {how}; engaging = what the run that switches every 8 cycles took beyond its steady cycles, for "
     "each pair of switches; random weights, accept length simulated. Plain is gear 0 of this project's server, not "
     "SGLang's own; {gears}"
 )
@@ -45,21 +49,22 @@ def from_gear_record(record: Mapping[str, Any], *, estimate: bool = False) -> Co
     cells, engaging = [], []
     for batch, rows in record["rows"].items():
         for name, k in GEARS.items():
-            ms = _cycle_ms(rows[name])
+            ms = cycle_ms(rows[name])
             cells.append(Cell(k=k, batch=int(batch), ms=statistics.median(ms), ms_low=min(ms), ms_high=max(ms)))
-        steady = statistics.mean(cell.ms for cell in cells[-2:])
-        if "switching" in rows:
-            pair_ms = 16 * (statistics.median(_cycle_ms(rows["switching"])) - steady)
+        if "switching" in rows:  # of whole bursts: a shorter twin would have another mix of gears
+            steady = statistics.mean(statistics.median(whole_cycle_ms(rows[name])) for name in GEARS)
+            pair_ms = 16 * (statistics.median(whole_cycle_ms(rows["switching"])) - steady)
             engaging.append(Engaging(batch=int(batch), ms=max(0.0, pair_ms)))
         if estimate:
             each = draft_pass_ms(record, int(batch))
             for k in sorted(set(range(1, MAX_K + 1)) - {GEAR}):
                 cells.append(Cell(k=k, batch=int(batch), ms=cells[-1].ms + (k - cells[-1].k) * each))
-    repeats = len(next(iter(record["rows"].values()))["gear0"])
+    gear0 = next(iter(record["rows"].values()))["gear0"]
+    how = (BEYOND if "short" in gear0[0] else WHOLE).format(repeats=len(gear0))
     return CostTable(
         models="shapes of Llama-3.1-8B and Llama-3.2-1B, bf16",
         where=machine.where(record["machine"]),
-        method=METHOD.format(repeats=repeats, gears=ESTIMATED if estimate else MEASURED),
+        method=METHOD.format(how=how, gears=ESTIMATED if estimate else MEASURED),
         cells=tuple(cells),
         engaging=tuple(engaging),
         machine=record["machine"],
@@ -81,7 +86,17 @@ def draft_pass_ms(record: Mapping[str, Any], batch: int) -> float:
     return float(stages[decodes]["span_us"]) / 1000.0 / (GEAR - 1)
 
 
-def _cycle_ms(bursts: Sequence[Mapping[str, float]]) -> list[float]:
+def cycle_ms(bursts: Sequence[Mapping[str, Any]]) -> list[float]:
+    """ms a cycle of each burst: what it took beyond its shorter twin (``short``), whose prompts are the same, for each
+    cycle more. Without a twin as `whole_cycle_ms`."""
+    if "short" not in bursts[0]:
+        return whole_cycle_ms(bursts)
+    pairs = [(burst, burst["short"]) for burst in bursts]
+    return [1000.0 * (long["wall_s"] - short["wall_s"]) / (long["cycles"] - short["cycles"]) for long, short in pairs]
+
+
+def whole_cycle_ms(bursts: Sequence[Mapping[str, Any]]) -> list[float]:
+    """The same with prompts shared out among the cycles, and so a little too much."""
     return [1000.0 * burst["wall_s"] / burst["cycles"] for burst in bursts]
 
 

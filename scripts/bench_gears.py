@@ -6,7 +6,8 @@ Without models it writes configurations of the 8B and the 1B Llama shape, loads 
 simulates acceptance (SGLANG_SIMULATE_ACC_LEN): timing only, no text. With --demo it answers the 27 evaluation
 prompts with the demo's models, and adds EAGLE-3 with the demo's head, as a chain and as a tree. All
 servers are on the GPU side by side, one of them runs at a time (the others are paused), and the repeats are
-interleaved. Each figure is a ratio of medians with the range of the ratios over repeats. With --tp every server is
+interleaved. Each figure is a ratio of medians with the range of the ratios over repeats. The time of a cycle is what
+a long answer takes beyond a short one, untraced: tracing makes the host the slower part. With --tp every server is
 split over N GPUs, and figures are named for it (gear0_over_plain_tp2_bs1). If OUT.json is there it is only summarised.
 """
 
@@ -21,12 +22,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sdsie_sglang.demo import compose
 from sdsie_sglang.eval import headline, machine
 from sdsie_sglang.eval.chat import chat_ids
+from sdsie_sglang.eval.cost_table import cycle_ms, whole_cycle_ms
 from sdsie_sglang.eval.fleet import Fleet, Start, Turns
 from sdsie_sglang.eval.methods import METHODS, Models
 from sdsie_sglang.eval.prompts import timed_prompts
@@ -67,6 +70,7 @@ REQUIRED = {
     "switching_over_steady": 0.97,
 }
 AT_MOST = {"k5_cycle_over_floor_bs1": 1.55}
+SHORT = 4  # how many times longer an answer is than its twin, which tells what prompts take
 TP_TOLERANCE = 0.03  # between a ratio over several GPUs and the same ratio on one
 ACCEPT_LENGTH = 4.27  # the original project's mean at K=5
 
@@ -172,12 +176,16 @@ def run_once(
     produced = sum(len(d["output_ids"]) for d in done)
     accept = [d["meta_info"].get("spec_accept_length") or 1.0 for d in done]
     stats = [d["meta_info"].get("sdsie") for d in done]
+    counts = [
+        sum(s["cycles"].values()) if s else d["meta_info"].get("spec_verify_ct") or len(d["output_ids"]) - 1
+        for s, d in zip(stats, done, strict=True)
+    ]
     return {
         "tokens": produced,
         "wall_s": wall_s,
         "tok_per_s": produced / wall_s,
         "accept_length": statistics.mean(accept),
-        "cycles": sum(sum(s["cycles"].values()) for s in stats if s) / batch,
+        "cycles": sum(counts) / batch,
     }
 
 
@@ -202,11 +210,8 @@ def switching_ratio(rows: dict[str, list[dict[str, float]]]) -> dict[str, float]
     Eight cycles of each gear: the expected time of a pair is the sum of the steady ones.
     """
 
-    def cycle_s(name: str) -> float:
-        return statistics.median(r["wall_s"] / r["cycles"] for r in rows[name])
-
-    expected = (cycle_s("k5") + cycle_s("gear0")) / 2
-    ratios = sorted(expected / (r["wall_s"] / r["cycles"]) for r in rows["switching"])
+    expected = sum(statistics.median(whole_cycle_ms(rows[name])) for name in ("k5", "gear0")) / 2
+    ratios = sorted(expected / ms for ms in whole_cycle_ms(rows["switching"]))
     return {"value": statistics.median(ratios), "low": ratios[0], "high": ratios[-1]}
 
 
@@ -238,7 +243,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 for name, (server_name, policy) in variants.items():
                     if policy is not None:
                         servers[server_name].set_policy(**policy)
-                    row = run_once(servers[server_name], batch, args.tokens, prompts, ignore_eos=not args.demo)
+                    run = partial(run_once, servers[server_name], batch, prompts=prompts, ignore_eos=not args.demo)
+                    row: dict[str, Any] = run(args.tokens)
+                    if not args.demo and name != "switching":
+                        row["short"] = run(max(16, args.tokens // SHORT))
                     if repeat >= 0:
                         rows[name].append(row)
             record["rows"][str(batch)] = rows
@@ -328,10 +336,8 @@ def summarise(record: dict[str, Any]) -> dict[str, dict[str, float]]:
         f"switching_over_steady{tp}": switching_ratio(next(iter(rows.values()))),
     }
     if floor_ms := record.get("k5_floor_ms"):
-        low, high = record["profiles"]["k5, batch 1"]["period_spread_us"]
-        period_us = record["profiles"]["k5, batch 1"]["period_us"]
-        over = {"value": period_us, "low": low, "high": high}
-        ratios["k5_cycle_over_floor_bs1"] = {name: us / 1e3 / floor_ms for name, us in over.items()}
+        over = sorted(ms / floor_ms for ms in cycle_ms(rows["1"]["k5"]))
+        ratios["k5_cycle_over_floor_bs1"] = {"value": statistics.median(over), "low": over[0], "high": over[-1]}
     for name, figure in ratios.items():
         print(f"{name}: {figure['value']:.3f} ({figure['low']:.3f} to {figure['high']:.3f})")
     return ratios

@@ -196,7 +196,7 @@ def test_bursts_that_tell_nothing_are_refused():
 def test_the_gear_record_gives_a_table_of_two_gears():
     table = read_costs(None)
     assert (table.gears, table.batches) == ((0, 5), (1, 16))
-    assert 4.3 < table.at(1).ms[0] < 4.5
+    assert table.at(1).ms[0] < table.at(1).ms[5] < 3 * table.at(1).ms[0]
     assert "H200" in table.where
     assert str(GEAR_RECORD).endswith("8b_1b.json")
 
@@ -214,6 +214,28 @@ def test_steady_cycles_and_switching_of_a_gear_record():
     table = from_gear_record(record)
     assert table.at(1).ms == pytest.approx({0: 5.0, 5: 15.0})
     assert table.at(1).engaging_ms == pytest.approx(16 * (15.0 - 10.0))
+
+
+def test_a_shorter_twin_takes_the_prompts_out_of_a_cycle_and_not_out_of_switching():
+    def burst(wall_s, cycles, **more):
+        return [{"wall_s": wall_s, "cycles": cycles, **more}]
+
+    record = {
+        "machine": {"gpus": [], "cores": 2, "cpu": "c"},
+        "command": "x",
+        "date": "2026-01-01",
+        "rows": {
+            "1": {
+                "gear0": burst(0.6, 100.0, short={"wall_s": 0.225, "cycles": 25.0}),  # 0.1 s of prompt
+                "k5": burst(1.6, 100.0, short={"wall_s": 0.475, "cycles": 25.0}),
+                "switching": burst(1.3, 100.0),
+            }
+        },
+    }
+    table = from_gear_record(record)
+    assert table.at(1).ms == pytest.approx({0: 5.0, 5: 15.0})
+    assert table.at(1).engaging_ms == pytest.approx(16 * (13.0 - (6.0 + 16.0) / 2))
+    assert "beyond a shorter one's" in table.method
 
 
 def test_gears_that_were_not_measured_are_estimated_only_when_asked_for():
