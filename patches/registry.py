@@ -26,6 +26,7 @@ HOOKS: tuple[Hook, ...] = (
     internal_state.REFUSE,
     lm_head.HOOK,
     replica_watch.HOOK,
+    fused_attention.ATTENTION,  # on the CPU engine for passes of the draft alone, see worker/draft_graph.py
 )
 
 # Only where this project's CPU engine runs.
@@ -42,7 +43,6 @@ GPU_HOOKS: tuple[Hook, ...] = (
     skinny_linear.HOOK,
     fused_layer.LAYER,
     fused_layer.LINK,
-    fused_attention.ATTENTION,
     sampling_filters.VERIFY,
     sampling_filters.SOFTMAX,
 )

@@ -73,6 +73,11 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     flag("no-fused-layer", "leave norms and activations between those layers to SGLang", action="store_true")
     flag("no-fused-attention", "leave a decode cycle's attention to SGLang's backend", action="store_true")
     flag(
+        "draft-graph",
+        "all of a cycle's draft passes in one CUDA graph (not yet measured on a GPU; a Llama draft in bf16)",
+        action="store_true",
+    )
+    flag(
         "check-ranks",
         "tensor-parallel ranks compare every decision before it runs and stop the server if they disagree",
         action="store_true",

@@ -33,6 +33,7 @@ OWN = (
     "no_skinny_gemm",
     "no_fused_layer",
     "no_fused_attention",
+    "draft_graph",
     "check_ranks",
     "check_syncs",
     "resolution_layers",
@@ -60,6 +61,7 @@ class SdsieConfig(BaseModel):
         no_skinny_gemm: leave the unquantised layers of a decode cycle to SGLang.
         no_fused_layer: leave what lies between a layer's products to SGLang.
         no_fused_attention: leave a decode cycle's attention to SGLang.
+        draft_graph: all of a cycle's draft passes in one CUDA graph, where the draft's attention is this project's.
         check_ranks: tensor-parallel ranks compare every batch before they run it, and each writes a trace.
         check_syncs: waiting for the GPU while a cycle is issued stops the server; for tests.
         resolution_layers: linear layers that multiply by INT4 weights while the policy asks for a gear above 0, in a
@@ -79,6 +81,7 @@ class SdsieConfig(BaseModel):
     no_skinny_gemm: bool = False
     no_fused_layer: bool = False
     no_fused_attention: bool = False
+    draft_graph: bool = False
     check_ranks: bool = False
     check_syncs: bool = False
     resolution_layers: str | None = None

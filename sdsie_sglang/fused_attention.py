@@ -9,6 +9,7 @@ not measured (`kernels/skinny_attention/tuned`).
 
 from collections.abc import Callable
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +20,38 @@ from sdsie_sglang.kernels.skinny_attention import skinny_attention
 from sdsie_sglang.kernels.skinny_attention.attention import MAX_ROWS, measured, takes
 
 ARRIVED = "sdsie_arrived"  # in a layer's __dict__: what the kernel counts its blocks in
+
+
+class Rows:
+    """Stands where an attention backend would, for passes whose rows are the last of their requests and whose layers
+    `serves` has looked at: says where tokens are and plans nothing.
+
+    Args:
+        runner: SGLang's ModelRunner. table: [bs, context] int32, KV slots. lengths: [bs] int32, tokens.
+    """
+
+    def __init__(self, runner: Any, table: Tensor, lengths: Tensor) -> None:
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.forward_metadata = SimpleNamespace(page_table=table, cache_seqlens_int32=lengths)
+
+
+def serves(model: Any, pool: Any, page_size: int) -> str | None:
+    """Why the kernel cannot be all of this model's attention, or None."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.models.llama import LlamaForCausalLM
+    from sglang.srt.runtime_context import get_parallel
+
+    if type(model) is not LlamaForCausalLM or not all(_is_plain(layer.self_attn) for layer in model.model.layers):
+        return f"{type(model).__name__} has layers that the attention kernel does not know"
+    if type(pool) is not MHATokenToKVPool or page_size != 1 or get_parallel().tp_size > 1:
+        return "it needs a plain KV cache of one token a page, on one GPU"
+    device = next(model.parameters()).device
+    if device.type == "cuda" and not (wanted() and measured(device)):
+        return "attention is left to SGLang's backend here"
+    attention, (k_cache, v_cache) = model.model.layers[0].self_attn, pool.get_kv_buffer(pool.start_layer)
+    rows = k_cache.new_empty(1, attention.q_size + 2 * attention.kv_size)
+    return None if takes(rows, k_cache, v_cache, 1) else f"the attention kernel takes no {rows.dtype} heads like these"
 
 
 @cache
@@ -69,6 +102,8 @@ def attend(attention: Any, positions: Tensor, qkv: Tensor, forward_batch: Any) -
 
 def applies(attention: Any, positions: Tensor, forward_batch: Any) -> bool:
     """Whether this layer and batch are ones that the kernel knows: each request's last rows, all earlier ones seen."""
+    if isinstance(_backend(), Rows):
+        return True
     mode = forward_batch.forward_mode
     if not (mode.is_decode() or mode.is_target_verify() or mode.is_draft_extend_v2()):
         return False
@@ -134,9 +169,10 @@ def _is_paged(backend: Any, positions: Tensor, forward_batch: Any) -> bool:
 
 
 def _backend() -> Any:
-    from sglang.srt.model_executor.forward_context import get_attn_backend
+    """None outside of a model runner's pass."""
+    from sglang.srt.model_executor.forward_context import get_attn_backend, has_forward_context
 
-    return get_attn_backend()
+    return get_attn_backend() if has_forward_context() else None
 
 
 def _arrived(layer: Any, k_cache: Tensor) -> Tensor:

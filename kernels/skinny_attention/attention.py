@@ -46,7 +46,7 @@ def takes(qkv: Tensor, k_cache: Tensor, v_cache: Tensor, requests: int) -> bool:
         and groups >= 1
         and (groups + 2) * heads * size == qkv.shape[1]
         and size in (32, 64, 128)
-        and qkv.dtype == torch.bfloat16
+        and (qkv.dtype == torch.bfloat16 or not (qkv.is_cuda or INTERPRET))  # the reference takes any
         and k_cache.dtype == v_cache.dtype == qkv.dtype
         and v_cache.shape == k_cache.shape
         and k_cache.is_contiguous()

@@ -52,6 +52,7 @@ class Conditions(BaseModel):
         skinny_gemm: whether this project's product of few rows may run (--sdsie-no-skinny-gemm).
         fused_layer: whether what lies between a layer's products may run inside them (--sdsie-no-fused-layer).
         fused_attention: whether attention of few rows may be one launch (--sdsie-no-fused-attention).
+        draft_graph: whether all draft passes of a cycle may be one CUDA graph (--sdsie-draft-graph).
         quantization, draft_quantization: None where the checkpoint says it, or there is none.
     """
 
@@ -70,6 +71,7 @@ class Conditions(BaseModel):
     skinny_gemm: bool = True
     fused_layer: bool = True
     fused_attention: bool = True
+    draft_graph: bool = False
 
     @property
     def models(self) -> str:

@@ -77,10 +77,15 @@ class DraftHistory:
 
     def open_window(self, batch: Any, pending: torch.Tensor, width: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See `kernels.history.open_window`."""
+        return self.open_rows(batch.req_pool_indices, batch.seq_lens, pending, width, k)
+
+    def open_rows(
+        self, rows: torch.Tensor, seq_lens: torch.Tensor, pending: torch.Tensor, width: int, k: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same, of these request slots."""
         return history.open_window(
-            batch.req_pool_indices, batch.seq_lens, pending, self._tokens, self._req_to_token, self._valid,
-            width=width, drafted=k,
-        )  # fmt: skip
+            rows, seq_lens, pending, self._tokens, self._req_to_token, self._valid, width=width, drafted=k
+        )
 
     def close_window(self, rows: torch.Tensor, result: Any, chain: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         """See `kernels.history.close_window`."""

@@ -22,6 +22,7 @@ from sglang.srt.speculative.eagle_worker_common import (
 )
 from sglang.srt.speculative.spec_utils import draft_tp_context
 
+from sdsie_sglang.worker.draft_graph import DraftGraphs
 from sdsie_sglang.worker.draft_history import DraftHistory, passes_of, ragged_positions
 from sdsie_sglang.worker.draft_passes import DraftPassCounter
 from sdsie_sglang.worker.request_state import RequestState
@@ -77,6 +78,7 @@ class Drafter:
         history: DraftHistory,
         extend_graphs: Mapping[int, Any],
         chunk_tokens: int,
+        whole: DraftGraphs | None = None,
     ) -> None:
         self.history = history
         self.passes = DraftPassCounter(draft_worker.draft_runner)
@@ -86,6 +88,7 @@ class Drafter:
         self._target_worker = target_worker
         self._extend_graphs = extend_graphs
         self._chunk_tokens = chunk_tokens
+        self._whole = whole
 
     def propose(self, batch: Any, states: list[RequestState], k: int) -> EagleVerifyInput:
         """Runs K draft passes (more if the draft fell far behind) and builds the chain to verify.
@@ -94,10 +97,13 @@ class Drafter:
             batch: a decode batch; seq_lens counts the tokens in the target's KV, and spec_info
                 holds the one that follows them, drawn but not yet in any KV.
         """
+        spec: EagleDraftInput = batch.spec_info
         with draft_tp_context(self._draft_worker.parallel_layout):
-            spec: EagleDraftInput = batch.spec_info
-            spec.topk_p, spec.topk_index = self._first_token(self._catch_up(batch, states, k))
-            chain = self._decode(batch, k)
+            if self._whole is not None and self._is_steady(states) and self._whole.serve(len(states), k):
+                chain = self._draft_whole(self._whole, batch, k)
+            else:
+                spec.topk_p, spec.topk_index = self._first_token(self._catch_up(batch, states, k))
+                chain = self._decode(batch, k)
         return build_eagle_verify_input(
             batch,
             spec,
@@ -115,13 +121,27 @@ class Drafter:
         for state in states:
             state.missed, state.engaged = STEADY_WIDTH, True
 
+    @staticmethod
+    def _is_steady(states: list[RequestState]) -> bool:
+        """Whether the draft has seen everything up to the last K-cycle."""
+        return max(state.missed for state in states) <= STEADY_WIDTH
+
+    def _draft_whole(self, whole: DraftGraphs, batch: Any, k: int) -> tuple[Any, ...]:
+        """What SGLang's draft steps return of a chain: parents and order, always the same, tokens, no probabilities."""
+        tokens = whole.draft(batch.req_pool_indices, batch.seq_lens, batch.spec_info.bonus_tokens, k)
+        self.passes.add(k)
+        self.catch_up_passes = 0
+        bs = tokens.shape[0]
+        parents, order = self._draft_worker._topk1_parents_prealloc, self._draft_worker._topk1_score_indices_prealloc
+        return parents[:bs], order[:bs], tokens, None
+
     # -- catch-up ---------------------------------------------------------------------------
 
     def _catch_up(self, batch: Any, states: list[RequestState], k: int) -> torch.Tensor:
         """Brings the draft's KV up to the pending token; returns logits [bs, vocab] of the token after it."""
         missed = [state.missed for state in states]
         pending = batch.spec_info.bonus_tokens
-        if max(missed) > STEADY_WIDTH:
+        if not self._is_steady(states):
             if passes := self._wide_passes(batch, max(missed), min(state.prefilled for state in states) + 1):
                 return self._catch_up_wide(batch, pending, k, passes)
             self.history.open_window(batch, pending, 1, k)

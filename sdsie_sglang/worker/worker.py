@@ -24,8 +24,9 @@ from sdsie_sglang.patches.raw_logits import raw_logits_of
 from sdsie_sglang.telemetry.metrics import open_metrics
 from sdsie_sglang.telemetry.trace import open_trace
 from sdsie_sglang.worker.cycle import Cycle, HostCopy
+from sdsie_sglang.worker.draft_graph import build_draft_graphs
 from sdsie_sglang.worker.draft_history import DraftHistory
-from sdsie_sglang.worker.drafter import Drafter
+from sdsie_sglang.worker.drafter import STEADY_WIDTH, Drafter
 from sdsie_sglang.worker.gate import Gate
 from sdsie_sglang.worker.gear_resources import build_gears, silence_swaps
 from sdsie_sglang.worker.plain_decode import decode_plain
@@ -85,6 +86,7 @@ class SdsieWorker(StandaloneWorkerV2):
             metrics=open_metrics(enabled=get_observability().enable_metrics and first_rank, labels=labels),
         )
         self._check_syncs = config.check_syncs
+        self._wants_draft_graph = config.draft_graph
         self._rank_check = None
         if config.check_ranks and parallel.tp_size > 1:
             self._rank_check = RankCheck(parallel.tp_group.cpu_group)
@@ -116,12 +118,19 @@ class SdsieWorker(StandaloneWorkerV2):
         if isinstance(self._draft_worker, SelfDraftWorker):
             return SelfDrafter(self._draft_worker, self._target_worker, req_to_token)
         kv_slots = self._target_worker.model_runner.token_to_kv_pool.size + self.page_size
+        history = DraftHistory(req_to_token, 0 if get_memory().disable_radix_cache else kv_slots)
+        whole = None
+        if self._wants_draft_graph:
+            runner, gears = self._draft_worker.draft_runner, [k for k in self.gate.gears if k]
+            sizes = extend_graphs[STEADY_WIDTH].capture_bs if self._graphs else ()
+            whole = build_draft_graphs(runner, history, gears, sizes, STEADY_WIDTH)
         return Drafter(
             self._draft_worker,
             self._target_worker,
-            DraftHistory(req_to_token, 0 if get_memory().disable_radix_cache else kv_slots),
+            history,
             extend_graphs,
             chunk_tokens=chunk if (chunk := get_schedule().chunked_prefill_size or 0) > 0 else CHUNK_TOKENS,
+            whole=whole,
         )
 
     def weight_update_runners(self) -> list[tuple[str, Any]]:

@@ -185,3 +185,15 @@ def test_a_setting_turns_it_off() -> None:
 
 def test_one_graph_writes_less_than_is_left_to_the_wait() -> None:
     assert MAX_K < MARGIN
+    assert MAX_K + 1 < MARGIN, "a draft graph: two tokens of catch-up and K - 1 drafted ones"
+
+
+def test_rows_that_say_where_they_are_need_no_plan(scene: _Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the batch looks like: the passes of a draft graph were looked at once, at start."""
+    runner = SimpleNamespace(token_to_kv_pool=scene.backend.token_to_kv_pool, req_to_token_pool=None)
+    metadata = scene.backend.forward_metadata
+    rows = fused_attention.Rows(runner, metadata.page_table, metadata.cache_seqlens_int32)
+    CHANGES["a processor"](scene)
+    assert not scene.applies
+    monkeypatch.setattr(fused_attention, "_backend", lambda: rows)
+    assert scene.applies

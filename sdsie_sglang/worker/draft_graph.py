@@ -1,0 +1,165 @@
+"""The draft's whole part of a K-cycle in one CUDA graph: catch-up, first token, K - 1 decodes.
+
+Otherwise the host prepares two passes of the draft one after the other, each with lengths, slots, positions and an
+attention backend's plan of its own, and issues two graphs with small kernels between them. Here it copies three
+vectors and issues one graph. What the passes need is worked out in it, from SGLang's own tables: the tokens of the
+catch-up, slots and positions of all steps at once. Attention is this project's (`fused_attention.Rows`), which plans
+nothing. So it serves where that does, with few requests, and where the draft has only the last cycle to make up for.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from sglang.kernels.ops.speculative.topk1 import draft_topk1_postprocess
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
+from sglang.srt.model_executor.runner_utils.pool import get_or_create_global_graph_memory_pool, graph_pool_capture_scope
+
+from sdsie_sglang.fused_attention import Rows, serves
+from sdsie_sglang.kernels.skinny_attention.attention import MAX_ROWS
+from sdsie_sglang.worker.draft_history import DraftHistory
+
+logger = logging.getLogger(__name__)
+
+WARM_UPS = 2  # kernels compile and load in them
+
+
+def build_draft_graphs(
+    runner: Any, history: DraftHistory, gears: Sequence[int], sizes: Sequence[int], width: int
+) -> "DraftGraphs | None":
+    """None where something of the draft is not known to be served; says what.
+
+    Args:
+        runner: SGLang's ModelRunner of the draft.
+        gears: every K that may be asked for, 0 left out.
+        sizes: batch sizes to capture; none: nothing is captured and each cycle issues its kernels itself.
+        width: tokens of the catch-up.
+    """
+    if problem := serves(runner.model, runner.token_to_kv_pool, runner.page_size):
+        logger.warning("sdsie: no draft graph: %s", problem)
+        return None
+    started = time.perf_counter()
+    graphs = DraftGraphs(runner, history, gears, [size for size in sizes if size * width <= MAX_ROWS], width)
+    logger.info("sdsie: draft graphs prepared in %.1f s", time.perf_counter() - started)
+    return graphs
+
+
+class DraftGraphs:
+    """Chains of every gear. Arguments as of `build_draft_graphs`."""
+
+    def __init__(
+        self, runner: Any, history: DraftHistory, gears: Sequence[int], sizes: Sequence[int], width: int
+    ) -> None:
+        self._runner, self._history, self._width = runner, history, width
+        self._req_to_token = runner.req_to_token_pool.req_to_token
+        self._gears, self._sizes = frozenset(gears), sorted(sizes)
+        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        if self._sizes:
+            device = self._req_to_token.device
+            largest = self._sizes[-1]
+            self._rows = torch.zeros(largest, dtype=torch.int64, device=device)
+            self._seq_lens = torch.ones(largest, dtype=torch.int64, device=device)
+            self._pending = torch.zeros(largest, dtype=torch.int32, device=device)
+            self._capture()
+
+    def serve(self, requests: int, k: int) -> bool:
+        """Whether there is a chain of `k` for this many requests."""
+        most = self._sizes[-1] if self._sizes else MAX_ROWS // self._width
+        return k in self._gears and requests <= most
+
+    def draft(self, rows: torch.Tensor, seq_lens: torch.Tensor, pending: torch.Tensor, k: int) -> torch.Tensor:
+        """The chain [bs, K] int64, valid until the next call. Runs K passes of the draft.
+
+        Args:
+            rows: [bs] request slots. seq_lens: [bs] int64, tokens before the pending one. pending: [bs].
+        """
+        if not self._sizes:
+            return self._chain(rows, seq_lens, pending, k)
+        requests = rows.shape[0]
+        size = next(size for size in self._sizes if size >= requests)
+        if size > requests:  # slot 0 is nobody's: SGLang pads with it as well
+            self._rows[requests:size].zero_()
+            self._seq_lens[requests:size].fill_(self._width - 1)
+            self._pending[requests:size].zero_()
+        self._rows[:requests].copy_(rows)
+        self._seq_lens[:requests].copy_(seq_lens)
+        self._pending[:requests].copy_(pending)
+        graph, chain = self._graphs[k, size]
+        graph.replay()
+        return chain[:requests]
+
+    def _capture(self) -> None:
+        """Largest first, so that the others find room in its memory."""
+        pool = get_or_create_global_graph_memory_pool(torch.cuda)
+        stream = torch.cuda.Stream()
+        with model_capture_mode(), torch.no_grad():
+            for size in reversed(self._sizes):
+                arguments = self._rows[:size], self._seq_lens[:size], self._pending[:size]
+                for k in sorted(self._gears, reverse=True):
+                    stream.wait_stream(torch.cuda.current_stream())
+                    with torch.cuda.stream(stream):
+                        for _ in range(WARM_UPS):
+                            self._chain(*arguments, k)
+                    stream.synchronize()
+                    graph = torch.cuda.CUDAGraph()
+                    with graph_pool_capture_scope(), torch.cuda.graph(graph, pool=pool, stream=stream):
+                        chain = self._chain(*arguments, k)
+                    self._graphs[k, size] = graph, chain
+
+    def _chain(self, rows: torch.Tensor, seq_lens: torch.Tensor, pending: torch.Tensor, k: int) -> torch.Tensor:
+        requests, width, device = rows.shape[0], self._width, rows.device
+        ids, slots = self._history.open_rows(rows, seq_lens, pending, width, k)
+        table = self._req_to_token[rows]
+        positions = (seq_lens.unsqueeze(1) + torch.arange(1 - width, 1, device=device)).flatten()
+        steps = torch.arange(1, k + 1, device=device).unsqueeze(1)
+        lengths = (seq_lens + steps).to(torch.int32)  # [K, bs]: tokens in the draft's KV after each pass
+        later = seq_lens + steps[: k - 1]  # [K - 1, bs]: positions of the decodes
+        later_slots = self._req_to_token[rows, later].to(torch.int64)
+
+        chain = torch.empty(requests, k, dtype=torch.int64, device=device)
+        logits = self._forward(ids, positions, slots, table, lengths[0])[width - 1 :: width]
+        token = _top1(logits, chain, 0)
+        for step in range(k - 1):
+            logits = self._forward(token, later[step], later_slots[step], table, lengths[step + 1])
+            token = _top1(logits, chain, step + 1)
+        return chain
+
+    def _forward(
+        self,
+        ids: torch.Tensor,  # [bs * rows a request]
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        table: torch.Tensor,  # [bs, context] int32: KV slots
+        lengths: torch.Tensor,  # [bs] int32: tokens, these included
+    ) -> torch.Tensor:
+        """Logits [bs * rows a request, vocab] of one pass, as an ordinary decode of that many rows."""
+        batch = ForwardBatch(
+            forward_mode=ForwardMode.DECODE,
+            batch_size=ids.shape[0],
+            input_ids=ids,
+            req_pool_indices=lengths,  # nobody's: attention has the table
+            seq_lens=lengths,
+            out_cache_loc=slots,
+            seq_lens_sum=0,
+            positions=positions,
+            return_logprob=False,
+            spec_algorithm=self._runner.spec_algorithm,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+        )
+        with forward_context(ForwardContext(attn_backend=Rows(self._runner, table, lengths)), forward_batch=batch):
+            logits: torch.Tensor = self._runner.model.forward(ids, positions, batch).next_token_logits
+        return logits
+
+
+def _top1(logits: torch.Tensor, chain: torch.Tensor, column: int) -> torch.Tensor:
+    """The likeliest token of each row [bs], also written to its place in the chain."""
+    if logits.is_cuda:
+        # SGLang's, for its split over the vocabulary; it also advances positions, of which there are none here.
+        scratch = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+        return draft_topk1_postprocess(logits, scratch, chain, column)[1].flatten()
+    chain[:, column] = logits.argmax(dim=-1)
+    return chain[:, column].contiguous()
