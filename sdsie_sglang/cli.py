@@ -78,6 +78,12 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         action="store_true",
     )
     flag(
+        "draft-stop",
+        "with it: stop a chain once the product of its tokens' probabilities is below this (default 0: never)",
+        type=float,
+        metavar="P",
+    )
+    flag(
         "check-ranks",
         "tensor-parallel ranks compare every decision before it runs and stop the server if they disagree",
         action="store_true",

@@ -34,6 +34,7 @@ OWN = (
     "no_fused_layer",
     "no_fused_attention",
     "draft_graph",
+    "draft_stop",
     "check_ranks",
     "check_syncs",
     "resolution_layers",
@@ -62,6 +63,7 @@ class SdsieConfig(BaseModel):
         no_fused_layer: leave what lies between a layer's products to SGLang.
         no_fused_attention: leave a decode cycle's attention to SGLang.
         draft_graph: all of a cycle's draft passes in one CUDA graph, where the draft's attention is this project's.
+        draft_stop: stop drafting, in such a graph, once the product of a chain's probabilities is below this; 0: never.
         check_ranks: tensor-parallel ranks compare every batch before they run it, and each writes a trace.
         check_syncs: waiting for the GPU while a cycle is issued stops the server; for tests.
         resolution_layers: linear layers that multiply by INT4 weights while the policy asks for a gear above 0, in a
@@ -82,6 +84,7 @@ class SdsieConfig(BaseModel):
     no_fused_layer: bool = False
     no_fused_attention: bool = False
     draft_graph: bool = False
+    draft_stop: float = Field(default=0.0, ge=0.0, lt=1.0)
     check_ranks: bool = False
     check_syncs: bool = False
     resolution_layers: str | None = None
@@ -100,6 +103,12 @@ class SdsieConfig(BaseModel):
     def _check(self) -> "SdsieConfig":
         if self.resolution_layers is not None:
             self._check_resolution(self.resolution_layers)
+        if self.draft_graph and not self.needs_draft_model:
+            raise ValueError("draft_graph goes with a draft model of its own")
+        if self.draft_stop and not self.draft_graph:
+            raise ValueError("draft_stop goes with draft_graph")
+        if self.draft_stop and (self.policy.policy == "cost" or self.policy.cost_table is not None):
+            raise ValueError("draft_stop hides from the cost gate how long chains would have been right: leave out one")
         if self.gears is not None:
             if not self.gears or not all(0 <= k <= MAX_K for k in self.gears):
                 raise ValueError(f"gears must be from 0 to {MAX_K}")

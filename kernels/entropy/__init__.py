@@ -26,4 +26,13 @@ def entropy_bits(
     return bits if out is None else out.copy_(bits)
 
 
-__all__ = ["entropy_bits", "entropy_bits_reference"]
+def top_probability(logits: torch.Tensor) -> torch.Tensor:
+    """Probability of each row's likeliest token, of logits [rows, vocab]: [rows] float32, NaN as for the entropy."""
+    if logits.is_cuda:
+        from sdsie_sglang.kernels.entropy.kernel import top_probability_triton
+
+        return top_probability_triton(logits)
+    return logits.float().softmax(dim=-1).amax(dim=-1)
+
+
+__all__ = ["entropy_bits", "entropy_bits_reference", "top_probability"]

@@ -64,9 +64,10 @@ def _partial_kernel(
 @triton.jit
 def _combine_kernel(
     part,  # [n, splits, 3] float32
-    out,  # [n] float32, bits
+    out,  # [n] float32: bits, or the probability of the likeliest token
     splits,
     SPLITS_POW2: tl.constexpr,
+    TOP: tl.constexpr,
 ):
     i = tl.program_id(0)
     j = tl.arange(0, SPLITS_POW2)
@@ -83,9 +84,10 @@ def _combine_kernel(
     total_s = tl.sum(scale * s, axis=0)
     total_t = tl.sum(scale * (t + shift * s), axis=0)
     bits = (tl.log(total_s) - total_t / total_s) * 1.4426950408889634
+    value = 1.0 / total_s if TOP else tl.maximum(bits, 0.0)
     # No usable token at all, a NaN or +inf among them: not a distribution.
     bad = bad | (top == -float("inf")) | (top == float("inf"))
-    tl.store(out + i, tl.where(bad, float("nan"), tl.maximum(bits, 0.0)))
+    tl.store(out + i, tl.where(bad, float("nan"), value))
 
 
 def entropy_bits_triton(
@@ -96,6 +98,15 @@ def entropy_bits_triton(
     Raises:
         ValueError: the last dimension of `logits` is not contiguous.
     """
+    return _reduce(logits, rows, out, top=False)
+
+
+def top_probability_triton(logits: torch.Tensor) -> torch.Tensor:
+    """See `sdsie_sglang.kernels.entropy.top_probability`; raises as the entropy does."""
+    return _reduce(logits, None, None, top=True)
+
+
+def _reduce(logits: torch.Tensor, rows: torch.Tensor | None, out: torch.Tensor | None, *, top: bool) -> torch.Tensor:
     if logits.dim() != 2 or logits.stride(1) != 1:
         raise ValueError("logits must be [rows, vocab] with a contiguous vocabulary")
     n = logits.shape[0] if rows is None else rows.shape[0]
@@ -111,5 +122,5 @@ def entropy_bits_triton(
         logits, rows, part, vocab, logits.stride(0), per_split,
         HAS_ROWS=rows is not None, BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip
-    _combine_kernel[(n,)](part, out, splits, SPLITS_POW2=triton.next_power_of_2(splits), num_warps=1)
+    _combine_kernel[(n,)](part, out, splits, SPLITS_POW2=triton.next_power_of_2(splits), TOP=top, num_warps=1)
     return out

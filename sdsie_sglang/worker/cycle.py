@@ -39,12 +39,14 @@ class Cycle:
     """Args:
     number: decode cycles launched before this one, in this server.
     k: the gear that was decided and that ran.
-    draft_passes: forward passes of the draft that ran.
+    draft_passes: forward passes of the draft that ran; where it may stop by itself, at most so many until settled.
     catch_up_passes: those of them that only brought the draft's KV up to date, beyond the one
         that every K-cycle begins with.
     gates: the requests' gates at launch; a retracted request has a new one by now.
     numbers: float32: tokens committed [bs] (left out in gears 0 and R, where it is one), then entropies in bits
-        [bs, rows] of the first `rows` verified positions, or of the last committed one if rows is 1.
+        [bs, rows] of the first `rows` verified positions, or of the last committed one if rows is 1; if it stops,
+        then the passes that ran.
+    stops: whether the draft may have stopped before K tokens.
     int4_layers: linear layers that the target itself ran in INT4; more than none is gear R, whatever K stood for it.
     """
 
@@ -59,6 +61,7 @@ class Cycle:
     observations: list[Observation] | None = None
     committed: list[int] = field(default_factory=list)
     int4_layers: int = 0
+    stops: bool = False
 
     @property
     def gear(self) -> int | str:
@@ -73,6 +76,8 @@ class Cycle:
         """Reads the numbers, once. Waits only if the device has not finished the cycle."""
         if self.observations is None:
             bs, values = len(self.rids), self.numbers.read()
+            if self.stops:
+                self.draft_passes = int(values.pop()) + self.catch_up_passes
             counts, entropies = (values[:bs], values[bs:]) if self.drafts else ([1.0] * bs, values)
             self.committed = [int(count) for count in counts]
             rows = len(entropies) // bs

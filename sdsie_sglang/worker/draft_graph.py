@@ -9,8 +9,9 @@ nothing. So it serves where that does, with few requests, and where the draft ha
 
 import logging
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from sglang.kernels.ops.speculative.topk1 import draft_topk1_postprocess
@@ -20,16 +21,25 @@ from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mo
 from sglang.srt.model_executor.runner_utils.pool import get_or_create_global_graph_memory_pool, graph_pool_capture_scope
 
 from sdsie_sglang.fused_attention import Rows, serves
+from sdsie_sglang.kernels.entropy import top_probability
 from sdsie_sglang.kernels.skinny_attention.attention import MAX_ROWS
 from sdsie_sglang.worker.draft_history import DraftHistory
 
 logger = logging.getLogger(__name__)
 
 WARM_UPS = 2  # kernels compile and load in them
+FILL = 0  # behind a stopped chain; every vocabulary has it
+
+
+class Chain(NamedTuple):
+    """What one cycle drafted."""
+
+    tokens: torch.Tensor  # [bs, K] int64
+    passes: torch.Tensor | None  # [1] float32: of the draft that ran, tokens not filled in; None: K
 
 
 def build_draft_graphs(
-    runner: Any, history: DraftHistory, gears: Sequence[int], sizes: Sequence[int], width: int
+    runner: Any, history: DraftHistory, gears: Sequence[int], sizes: Sequence[int], width: int, limit: float
 ) -> "DraftGraphs | None":
     """None where something of the draft is not known to be served; says what.
 
@@ -38,12 +48,13 @@ def build_draft_graphs(
         gears: every K that may be asked for, 0 left out.
         sizes: batch sizes to capture; none: nothing is captured and each cycle issues its kernels itself.
         width: tokens of the catch-up.
+        limit: of the product of a chain's probabilities, below which no more is drafted; 0: never.
     """
     if problem := serves(runner.model, runner.token_to_kv_pool, runner.page_size):
         logger.warning("sdsie: no draft graph: %s", problem)
         return None
     started = time.perf_counter()
-    graphs = DraftGraphs(runner, history, gears, [size for size in sizes if size * width <= MAX_ROWS], width)
+    graphs = DraftGraphs(runner, history, gears, [size for size in sizes if size * width <= MAX_ROWS], width, limit)
     logger.info("sdsie: draft graphs prepared in %.1f s", time.perf_counter() - started)
     return graphs
 
@@ -52,18 +63,25 @@ class DraftGraphs:
     """Chains of every gear. Arguments as of `build_draft_graphs`."""
 
     def __init__(
-        self, runner: Any, history: DraftHistory, gears: Sequence[int], sizes: Sequence[int], width: int
+        self,
+        runner: Any,
+        history: DraftHistory,
+        gears: Sequence[int],
+        sizes: Sequence[int],
+        width: int,
+        limit: float,
     ) -> None:
-        self._runner, self._history, self._width = runner, history, width
+        self._runner, self._history, self._width, self._limit = runner, history, width, limit
         self._req_to_token = runner.req_to_token_pool.req_to_token
         self._gears, self._sizes = frozenset(gears), sorted(sizes)
-        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Chain]] = {}
         if self._sizes:
             device = self._req_to_token.device
             largest = self._sizes[-1]
             self._rows = torch.zeros(largest, dtype=torch.int64, device=device)
             self._seq_lens = torch.ones(largest, dtype=torch.int64, device=device)
             self._pending = torch.zeros(largest, dtype=torch.int32, device=device)
+            self._real = torch.ones(largest, dtype=torch.float32, device=device)  # 0: padding
             self._capture()
 
     def serve(self, requests: int, k: int) -> bool:
@@ -71,26 +89,28 @@ class DraftGraphs:
         most = self._sizes[-1] if self._sizes else MAX_ROWS // self._width
         return k in self._gears and requests <= most
 
-    def draft(self, rows: torch.Tensor, seq_lens: torch.Tensor, pending: torch.Tensor, k: int) -> torch.Tensor:
-        """The chain [bs, K] int64, valid until the next call. Runs K passes of the draft.
+    def draft(self, rows: torch.Tensor, seq_lens: torch.Tensor, pending: torch.Tensor, k: int) -> Chain:
+        """The chain, valid until the next call. Runs K passes of the draft, or fewer where there is a limit.
 
         Args:
             rows: [bs] request slots. seq_lens: [bs] int64, tokens before the pending one. pending: [bs].
         """
         if not self._sizes:
-            return self._chain(rows, seq_lens, pending, k)
+            return self._chain(rows, seq_lens, pending, torch.ones_like(rows, dtype=torch.float32), k)
         requests = rows.shape[0]
         size = next(size for size in self._sizes if size >= requests)
         if size > requests:  # slot 0 is nobody's: SGLang pads with it as well
             self._rows[requests:size].zero_()
             self._seq_lens[requests:size].fill_(self._width - 1)
             self._pending[requests:size].zero_()
+            self._real[requests:size].zero_()
+        self._real[:requests].fill_(1)
         self._rows[:requests].copy_(rows)
         self._seq_lens[:requests].copy_(seq_lens)
         self._pending[:requests].copy_(pending)
         graph, chain = self._graphs[k, size]
         graph.replay()
-        return chain[:requests]
+        return chain._replace(tokens=chain.tokens[:requests])
 
     def _capture(self) -> None:
         """Largest first, so that the others find room in its memory."""
@@ -98,7 +118,7 @@ class DraftGraphs:
         stream = torch.cuda.Stream()
         with model_capture_mode(), torch.no_grad():
             for size in reversed(self._sizes):
-                arguments = self._rows[:size], self._seq_lens[:size], self._pending[:size]
+                arguments = self._rows[:size], self._seq_lens[:size], self._pending[:size], self._real[:size]
                 for k in sorted(self._gears, reverse=True):
                     stream.wait_stream(torch.cuda.current_stream())
                     with torch.cuda.stream(stream):
@@ -110,7 +130,9 @@ class DraftGraphs:
                         chain = self._chain(*arguments, k)
                     self._graphs[k, size] = graph, chain
 
-    def _chain(self, rows: torch.Tensor, seq_lens: torch.Tensor, pending: torch.Tensor, k: int) -> torch.Tensor:
+    def _chain(
+        self, rows: torch.Tensor, seq_lens: torch.Tensor, pending: torch.Tensor, real: torch.Tensor, k: int
+    ) -> Chain:
         requests, width, device = rows.shape[0], self._width, rows.device
         ids, slots = self._history.open_rows(rows, seq_lens, pending, width, k)
         table = self._req_to_token[rows]
@@ -120,13 +142,41 @@ class DraftGraphs:
         later = seq_lens + steps[: k - 1]  # [K - 1, bs]: positions of the decodes
         later_slots = self._req_to_token[rows, later].to(torch.int64)
 
-        chain = torch.empty(requests, k, dtype=torch.int64, device=device)
+        tokens = torch.full((requests, k), FILL, dtype=torch.int64, device=device)
+
+        def decode(step: int, newest: torch.Tensor) -> torch.Tensor:
+            return self._forward(newest, later[step], later_slots[step], table, lengths[step + 1])
+
         logits = self._forward(ids, positions, slots, table, lengths[0])[width - 1 :: width]
-        token = _top1(logits, chain, 0)
+        if self._limit:
+            return Chain(tokens, self._draft_while_believed(logits, tokens, real, decode))
         for step in range(k - 1):
-            logits = self._forward(token, later[step], later_slots[step], table, lengths[step + 1])
-            token = _top1(logits, chain, step + 1)
-        return chain
+            logits = decode(step, _top1(logits, tokens, step))
+        _top1(logits, tokens, k - 1)
+        return Chain(tokens, None)
+
+    def _draft_while_believed(
+        self,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        real: torch.Tensor,  # [bs] float32: 1, or 0 for padding
+        decode: Callable[[int, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """Fills `tokens` until the product of their probabilities is below the limit for every request."""
+        newest, belief = _top1(logits, tokens, 0), real * top_probability(logits)
+        going = (belief >= self._limit).any()  # NaN: no
+        passes = torch.ones(1, dtype=torch.float32, device=tokens.device)
+
+        def go_on(step: int) -> None:
+            logits = decode(step, newest)
+            newest.copy_(_top1(logits, tokens, step + 1))
+            belief.mul_(top_probability(logits))
+            going.copy_((belief >= self._limit).any())
+            passes.add_(1)
+
+        for step in range(tokens.shape[1] - 1):
+            _only_if(going, partial(go_on, step))
+        return passes
 
     def _forward(
         self,
@@ -155,6 +205,22 @@ class DraftGraphs:
         return logits
 
 
+def _only_if(going: torch.Tensor, run: Callable[[], None]) -> None:
+    """Runs what changes tensors in place if `going` [] bool holds; while capturing, as a conditional node."""
+    if not going.is_cuda:
+        if going:
+            run()
+    elif torch.cuda.is_current_stream_capturing():
+        graph = torch.cuda.CUDAGraph.get_currently_capturing_graph()
+        graph.begin_capture_to_if_node(going)
+        try:
+            run()
+        finally:
+            graph.end_capture_to_conditional_node()
+    else:  # a warm-up: every kernel, and no waiting
+        run()
+
+
 def _top1(logits: torch.Tensor, chain: torch.Tensor, column: int) -> torch.Tensor:
     """The likeliest token of each row [bs], also written to its place in the chain."""
     if logits.is_cuda:
@@ -162,4 +228,4 @@ def _top1(logits: torch.Tensor, chain: torch.Tensor, column: int) -> torch.Tenso
         scratch = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
         return draft_topk1_postprocess(logits, scratch, chain, column)[1].flatten()
     chain[:, column] = logits.argmax(dim=-1)
-    return chain[:, column].contiguous()
+    return chain[:, column].clone()

@@ -89,6 +89,7 @@ class Drafter:
         self._extend_graphs = extend_graphs
         self._chunk_tokens = chunk_tokens
         self._whole = whole
+        self.passes_run: torch.Tensor | None = None
 
     def propose(self, batch: Any, states: list[RequestState], k: int) -> EagleVerifyInput:
         """Runs K draft passes (more if the draft fell far behind) and builds the chain to verify.
@@ -98,6 +99,7 @@ class Drafter:
                 holds the one that follows them, drawn but not yet in any KV.
         """
         spec: EagleDraftInput = batch.spec_info
+        self.passes_run = None
         with draft_tp_context(self._draft_worker.parallel_layout):
             if self._whole is not None and self._is_steady(states) and self._whole.serve(len(states), k):
                 chain = self._draft_whole(self._whole, batch, k)
@@ -128,7 +130,7 @@ class Drafter:
 
     def _draft_whole(self, whole: DraftGraphs, batch: Any, k: int) -> tuple[Any, ...]:
         """What SGLang's draft steps return of a chain: parents and order, always the same, tokens, no probabilities."""
-        tokens = whole.draft(batch.req_pool_indices, batch.seq_lens, batch.spec_info.bonus_tokens, k)
+        tokens, self.passes_run = whole.draft(batch.req_pool_indices, batch.seq_lens, batch.spec_info.bonus_tokens, k)
         self.passes.add(k)
         self.catch_up_passes = 0
         bs = tokens.shape[0]

@@ -33,6 +33,7 @@ class SelfDrafter:
     """Same calls as `Drafter`."""
 
     catch_up_passes = 0
+    passes_run = None
 
     def __init__(self, draft_worker: SelfDraftWorker, target_worker: Any, req_to_token: torch.Tensor) -> None:
         self.history = NoHistory(req_to_token)

@@ -86,7 +86,7 @@ class SdsieWorker(StandaloneWorkerV2):
             metrics=open_metrics(enabled=get_observability().enable_metrics and first_rank, labels=labels),
         )
         self._check_syncs = config.check_syncs
-        self._wants_draft_graph = config.draft_graph
+        self._wants_draft_graph, self._draft_stop = config.draft_graph, config.draft_stop
         self._rank_check = None
         if config.check_ranks and parallel.tp_size > 1:
             self._rank_check = RankCheck(parallel.tp_group.cpu_group)
@@ -123,7 +123,7 @@ class SdsieWorker(StandaloneWorkerV2):
         if self._wants_draft_graph:
             runner, gears = self._draft_worker.draft_runner, [k for k in self.gate.gears if k]
             sizes = extend_graphs[STEADY_WIDTH].capture_bs if self._graphs else ()
-            whole = build_draft_graphs(runner, history, gears, sizes, STEADY_WIDTH)
+            whole = build_draft_graphs(runner, history, gears, sizes, STEADY_WIDTH, self._draft_stop)
         return Drafter(
             self._draft_worker,
             self._target_worker,
@@ -257,6 +257,7 @@ class SdsieWorker(StandaloneWorkerV2):
                 gates=[state.gate for state in states],
                 numbers=HostCopy(numbers),
                 int4_layers=int4_layers,
+                stops=k > 0 and self.drafter.passes_run is not None,
             )
         )
         return result
@@ -277,10 +278,13 @@ class SdsieWorker(StandaloneWorkerV2):
             on_publish(result.new_seq_lens)
         batch.req_pool_indices, batch.seq_lens = rows, seq_lens
         logits, every = raw_logits_of(result.logits_output), self.gate.settings.fold == "all"
-        numbers = torch.empty(bs + (bs * (k + 1) if every else bs), dtype=torch.float32, device=logits.device)
+        entropies, passes_run = bs * (k + 1) if every else bs, self.drafter.passes_run
+        numbers = torch.empty(bs + entropies + (passes_run is not None), dtype=torch.float32, device=logits.device)
         chain = verify_input.draft_token.view(bs, k + 1)
         last = self.drafter.history.close_window(rows, result, chain, numbers)
-        entropy_bits(logits, None if every else last, out=numbers[bs:])
+        entropy_bits(logits, None if every else last, out=numbers[bs : bs + entropies])
+        if passes_run is not None:
+            numbers[-1:].copy_(passes_run)
         self.drafter.verified(states)
         return result, numbers
 

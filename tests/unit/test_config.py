@@ -96,6 +96,19 @@ def test_gears_must_hold_those_of_the_policy():
         parse("--sdsie-gears", "0,5,9")
 
 
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"draft_stop": 0.2}, "goes with draft_graph"),
+        ({"draft_graph": True, "draft": "self-int4"}, "a draft model of its own"),
+        ({"draft_graph": True, "draft_stop": 1.0}, "less than 1"),
+    ],
+)
+def test_what_goes_with_a_draft_graph(settings, says):
+    with pytest.raises(ConfigError, match=says):
+        parse_config(settings)
+
+
 def test_environment_round_trip(monkeypatch):
     monkeypatch.delenv("SDSIE_CONFIG", raising=False)
     config = parse("--sdsie-policy", "schedule", "--sdsie-schedule", "5x2,0", "--sdsie-trace", "/tmp/t")
@@ -168,6 +181,11 @@ def test_what_is_wrong_with_a_cost_gate_is_said(costs, tmp_path, flags, says):
     with pytest.raises(ConfigError, match=says) as caught:
         parse(*(flag.format(**names) for flag in flags))
     assert "\n" not in str(caught.value)
+
+
+def test_a_chain_that_stops_hides_from_the_cost_gate(costs):
+    with pytest.raises(ConfigError, match="hides from the cost gate"):
+        parse("--sdsie-cost-table", str(costs), "--sdsie-draft-graph", "--sdsie-draft-stop", "0.2")
 
 
 def test_a_running_server_keeps_its_cost_table(costs, monkeypatch):

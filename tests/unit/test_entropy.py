@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sdsie_sglang.kernels.entropy import entropy_bits, entropy_bits_reference
+from sdsie_sglang.kernels.entropy import entropy_bits, entropy_bits_reference, top_probability
 
 
 @pytest.mark.parametrize("n", [1, 2, 8, 1024, 151_936])
@@ -53,10 +53,19 @@ def test_against_the_definition_and_shift_invariant(values, shift):
     assert entropy_bits_reference(x + shift).item() == pytest.approx(expected, abs=2e-4)
 
 
+def test_the_likeliest_tokens_probability():
+    logits = torch.randn(3, 500) * 3
+    logits[0, 7] = -math.inf
+    logits[2] = math.nan
+    expected = logits.softmax(-1)
+    assert torch.allclose(top_probability(logits)[:2], expected[:2].amax(-1))
+    assert torch.isnan(top_probability(logits)[2])
+
+
 INTERPRETED = """
 import math, torch
-from sdsie_sglang.kernels.entropy.kernel import entropy_bits_triton
-from sdsie_sglang.kernels.entropy import entropy_bits_reference
+from sdsie_sglang.kernels.entropy.kernel import entropy_bits_triton, top_probability_triton
+from sdsie_sglang.kernels.entropy import entropy_bits_reference, top_probability
 torch.manual_seed(0)
 for n, vocab, dtype in [(1, 7, torch.float32), (3, 5000, torch.bfloat16), (2, 49152, torch.float32)]:
     x = (torch.randn(n, vocab) * 4).to(dtype)
@@ -67,10 +76,12 @@ for n, vocab, dtype in [(1, 7, torch.float32), (3, 5000, torch.bfloat16), (2, 49
         torch.testing.assert_close(
             entropy_bits_triton(x, rows), entropy_bits_reference(x, rows), rtol=1e-4, atol=1e-4
         )
+    torch.testing.assert_close(top_probability_triton(x), top_probability(x), rtol=1e-4, atol=1e-6)
 bad = torch.zeros(4, 5000)
 bad[0, 4500] = math.nan; bad[1, 3] = math.inf; bad[2] = -math.inf
 out = entropy_bits_triton(bad)
 assert torch.isnan(out[:3]).all() and abs(out[3].item() - math.log2(5000)) < 1e-4, out
+assert torch.isnan(top_probability_triton(bad)[:3]).all()
 """
 
 
