@@ -24,6 +24,7 @@ OTHERS = {
     "skinny_gemm": False,
     "fused_layer": False,
     "fused_attention": False,
+    "draft_graph": True,
 }
 
 

@@ -4,11 +4,12 @@ import json
 import math
 
 import pytest
+import torch
 
 from sdsie_sglang.gears import PolicySettings
 from sdsie_sglang.telemetry.metrics import NoMetrics
 from sdsie_sglang.telemetry.trace import FileTrace, NoTrace
-from sdsie_sglang.worker.cycle import Cycle
+from sdsie_sglang.worker.cycle import Cycle, HostCopy
 from sdsie_sglang.worker.gate import Gate
 from tests.unit.cycle_numbers import host_copy
 from tests.unit.test_conditions import table
@@ -124,6 +125,19 @@ def test_fold_all_sees_only_committed_positions(tmp_path):
     gate.settle_oldest()
     assert state.stats.summary()["mean_entropy_bits"] == pytest.approx(0.2)
     assert json.loads((tmp_path / "t.jsonl").read_text())["committed"] == [2]
+
+
+def test_passes_are_those_that_the_device_ran():
+    """Where a chain may stop, how many passes it took comes with the cycle's numbers."""
+    gate = make_gate(lag=1, policy="fixed", k=5)
+    states = [gate.new_state(), gate.new_state()]
+    k = gate.next_gear(states)
+    numbers = HostCopy(torch.tensor([2.0, 3.0, 0.1, 0.2, 4.0]))  # committed, entropies, passes
+    gates = [state.gate for state in states]
+    gate.launched(Cycle(0, k, k + 1, 1, ["a", "b"], states, gates, numbers, stops=True))
+    gate.settle_oldest()
+    assert [state.stats.summary()["draft_passes"] for state in states] == [5, 5]
+    assert [state.stats.summary()["mean_entropy_bits"] for state in states] == pytest.approx([0.1, 0.2])
 
 
 def test_stats_add_up():
