@@ -21,7 +21,7 @@ SELF_FALLBACK_K = 2
 DEFAULT_DRAFT: str | None = None
 """--sdsie-draft where no draft model is named; None: one must be named.
 
-Not self-int4, which would be lossless and at best a fifth faster there (the same record): a start that names nothing
+Not self-int4, which would be lossless and up to a third faster there (the same record): a start that names nothing
 would take a quarter more memory for weights, start a second server to measure costs on first, capture a graph a
 gear, and without a GPU hold the weights twice for nothing. And the cost gate, on which it would rest that this is
 never slower than plain, has not been seen choosing for a self-draft on a GPU."""
