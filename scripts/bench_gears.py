@@ -397,7 +397,9 @@ def main() -> int:
         keep(record, args.out)
     ratios = summarise(record)
     if args.headline:
-        headline.quote(record, args.out, ratios, lambda name: note(name, ratios[name]["value"]))
+        twins = "short" in next(iter(record["rows"].values()))["k5"][0]
+        how = {} if twins else dict.fromkeys(AT_MOST, "; wall time of whole answers by their cycles, prompts included")
+        headline.quote(record, args.out, ratios, lambda name: note(name, ratios[name]["value"]) + how.get(name, ""))
     return 0
 
 

@@ -5,6 +5,11 @@ attention backend's plan of its own, and issues two graphs with small kernels be
 vectors and issues one graph. What the passes need is worked out in it, from SGLang's own tables: the tokens of the
 catch-up, slots and positions of all steps at once. Attention is this project's (`fused_attention.Rows`), which plans
 nothing. So it serves where that does, with few requests, and where the draft has only the last cycle to make up for.
+
+A chain may be stopped where the draft itself no longer believes in it: where the product of its tokens' probabilities
+falls below a limit. That is decided on the device, by conditional nodes of the graph, so nobody waits for anything;
+the places behind are filled with a token that is not there to be right, and verified like any other. Should one be
+right all the same, the draft's KV lacks it: that costs acceptance later, and no answer.
 """
 
 import logging
