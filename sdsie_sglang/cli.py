@@ -73,13 +73,13 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     flag("no-fused-layer", "leave norms and activations between those layers to SGLang", action="store_true")
     flag("no-fused-attention", "leave a decode cycle's attention to SGLang's backend", action="store_true")
     flag(
-        "draft-graph",
-        "all of a cycle's draft passes in one CUDA graph (not yet measured on a GPU; a Llama draft in bf16)",
+        "no-draft-graph",
+        "prepare draft passes one by one also where they could be one CUDA graph (a Llama draft in bf16, one GPU)",
         action="store_true",
     )
     flag(
         "draft-stop",
-        "with it: stop a chain once the product of its tokens' probabilities is below this (default 0: never)",
+        "stop a chain, in that graph, once the product of its tokens' probabilities is below this (default 0: never)",
         type=float,
         metavar="P",
     )

@@ -33,7 +33,7 @@ OWN = (
     "no_skinny_gemm",
     "no_fused_layer",
     "no_fused_attention",
-    "draft_graph",
+    "no_draft_graph",
     "draft_stop",
     "check_ranks",
     "check_syncs",
@@ -62,7 +62,7 @@ class SdsieConfig(BaseModel):
         no_skinny_gemm: leave the unquantised layers of a decode cycle to SGLang.
         no_fused_layer: leave what lies between a layer's products to SGLang.
         no_fused_attention: leave a decode cycle's attention to SGLang.
-        draft_graph: all of a cycle's draft passes in one CUDA graph, where the draft's attention is this project's.
+        no_draft_graph: prepare a cycle's draft passes one by one also where all of them could be one CUDA graph.
         draft_stop: stop drafting, in such a graph, once the product of a chain's probabilities is below this; 0: never.
         check_ranks: tensor-parallel ranks compare every batch before they run it, and each writes a trace.
         check_syncs: waiting for the GPU while a cycle is issued stops the server; for tests.
@@ -83,7 +83,7 @@ class SdsieConfig(BaseModel):
     no_skinny_gemm: bool = False
     no_fused_layer: bool = False
     no_fused_attention: bool = False
-    draft_graph: bool = False
+    no_draft_graph: bool = False
     draft_stop: float = Field(default=0.0, ge=0.0, lt=1.0)
     check_ranks: bool = False
     check_syncs: bool = False
@@ -99,14 +99,17 @@ class SdsieConfig(BaseModel):
         """Whether a second model has to be named."""
         return not self.drafts_itself and self.resolution_layers is None
 
+    @property
+    def wants_draft_graph(self) -> bool:
+        """Whether all of a cycle's draft passes are to be one CUDA graph, where this project's kernels serve them."""
+        return self.needs_draft_model and not self.no_draft_graph
+
     @model_validator(mode="after")
     def _check(self) -> "SdsieConfig":
         if self.resolution_layers is not None:
             self._check_resolution(self.resolution_layers)
-        if self.draft_graph and not self.needs_draft_model:
-            raise ValueError("draft_graph goes with a draft model of its own")
-        if self.draft_stop and not self.draft_graph:
-            raise ValueError("draft_stop goes with draft_graph")
+        if self.draft_stop and not self.wants_draft_graph:
+            raise ValueError("draft_stop needs a draft model of its own, and its passes in one graph (no_draft_graph)")
         if self.draft_stop and (self.policy.policy == "cost" or self.policy.cost_table is not None):
             raise ValueError("draft_stop hides from the cost gate how long chains would have been right: leave out one")
         if self.gears is not None:

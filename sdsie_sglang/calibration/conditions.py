@@ -36,7 +36,7 @@ def conditions_of(server_args: Any, config: SdsieConfig) -> Conditions:
         skinny_gemm=not config.no_skinny_gemm,
         fused_layer=not (config.no_skinny_gemm or config.no_fused_layer),
         fused_attention=not config.no_fused_attention,
-        draft_graph=config.draft_graph,
+        draft_graph=config.wants_draft_graph,
     )
 
 

@@ -52,7 +52,7 @@ class Conditions(BaseModel):
         skinny_gemm: whether this project's product of few rows may run (--sdsie-no-skinny-gemm).
         fused_layer: whether what lies between a layer's products may run inside them (--sdsie-no-fused-layer).
         fused_attention: whether attention of few rows may be one launch (--sdsie-no-fused-attention).
-        draft_graph: whether all draft passes of a cycle may be one CUDA graph (--sdsie-draft-graph).
+        draft_graph: whether all draft passes of a cycle may be one CUDA graph (not --sdsie-no-draft-graph).
         quantization, draft_quantization: None where the checkpoint says it, or there is none.
     """
 

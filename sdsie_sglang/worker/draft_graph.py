@@ -56,7 +56,7 @@ def build_draft_graphs(
         limit: of the product of a chain's probabilities, below which no more is drafted; 0: never.
     """
     if problem := serves(runner.model, runner.token_to_kv_pool, runner.page_size):
-        logger.warning("sdsie: no draft graph: %s", problem)
+        logger.log(logging.WARNING if limit else logging.INFO, "sdsie: no draft graph: %s", problem)
         return None
     started = time.perf_counter()
     graphs = DraftGraphs(runner, history, gears, [size for size in sizes if size * width <= MAX_ROWS], width, limit)

@@ -86,7 +86,7 @@ class SdsieWorker(StandaloneWorkerV2):
             metrics=open_metrics(enabled=get_observability().enable_metrics and first_rank, labels=labels),
         )
         self._check_syncs = config.check_syncs
-        self._wants_draft_graph, self._draft_stop = config.draft_graph, config.draft_stop
+        self._wants_draft_graph, self._draft_stop = config.wants_draft_graph, config.draft_stop
         self._rank_check = None
         if config.check_ranks and parallel.tp_size > 1:
             self._rank_check = RankCheck(parallel.tp_group.cpu_group)

@@ -99,12 +99,12 @@ def test_gears_must_hold_those_of_the_policy():
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"draft_stop": 0.2}, "goes with draft_graph"),
-        ({"draft_graph": True, "draft": "self-int4"}, "a draft model of its own"),
-        ({"draft_graph": True, "draft_stop": 1.0}, "less than 1"),
+        ({"draft_stop": 0.2, "no_draft_graph": True}, "in one graph"),
+        ({"draft_stop": 0.2, "draft": "self-int4"}, "a draft model of its own"),
+        ({"draft_stop": 1.0}, "less than 1"),
     ],
 )
-def test_what_goes_with_a_draft_graph(settings, says):
+def test_what_a_chain_that_stops_needs(settings, says):
     with pytest.raises(ConfigError, match=says):
         parse_config(settings)
 
@@ -185,7 +185,7 @@ def test_what_is_wrong_with_a_cost_gate_is_said(costs, tmp_path, flags, says):
 
 def test_a_chain_that_stops_hides_from_the_cost_gate(costs):
     with pytest.raises(ConfigError, match="hides from the cost gate"):
-        parse("--sdsie-cost-table", str(costs), "--sdsie-draft-graph", "--sdsie-draft-stop", "0.2")
+        parse("--sdsie-cost-table", str(costs), "--sdsie-draft-stop", "0.2")
 
 
 def test_a_running_server_keeps_its_cost_table(costs, monkeypatch):
