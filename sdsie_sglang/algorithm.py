@@ -165,6 +165,8 @@ def check_int4(args: Any, config: SdsieConfig) -> None:
         resolution_layers=config.resolution_layers,
         **common,
     )
+    if problem is not None and config.drafts_itself:
+        problem += "; or name a draft model: --speculative-draft-model-path PATH"
     if problem is None and args.speculative_draft_model_path is not None:
         draft = _read_json(args.speculative_draft_model_path, "config.json")
         quantization = args.speculative_draft_model_quantization or args.quantization  # as SGLang fills it

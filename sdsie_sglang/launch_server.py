@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sdsie_sglang.arguments import gives, value_of
+from sdsie_sglang.calibration.first_start import say
 from sdsie_sglang.cli import add_cli_args, settings_from_args
 from sdsie_sglang.config import ALGORITHM, ConfigError, config_from_env, config_to_env, parse_config, turn_off
 from sdsie_sglang.cpu_engine import enable as enable_cpu_engine
@@ -63,7 +64,7 @@ def _print_help() -> None:
     """Our flags first: SGLang's are some 700 lines."""
     from sglang.srt.server_args import ServerArgs
 
-    usage = f"{PROG} --model-path TARGET --speculative-draft-model-path DRAFT [--sdsie-...] [SGLang's flags]"
+    usage = f"{PROG} --model-path TARGET [--speculative-draft-model-path DRAFT] [--sdsie-...] [SGLang's flags]"
     ours = argparse.ArgumentParser(
         usage=usage, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -77,20 +78,29 @@ def main(argv: list[str]) -> None:
     """Starts the server and serves until it is stopped. Raises SystemExit(2) on bad input."""
     ours, rest = split_args(argv)
     wants_help = "-h" in rest or "--help" in rest
+    off = getattr(ours, "sdsie_off", False)
+    named = value_of(rest, ALGORITHM_FLAG)
+    algorithm = (named or ALGORITHM).upper()
+    drafts = algorithm == ALGORITHM and not off
+    in_file = named is None and gives(rest, ALGORITHM_FLAG)  # of SGLang's --config: whatever it says
     try:
         check_install()
-        settings = completed(settings_from_args(ours), rest)
+        given = settings_from_args(ours)
+        settings = completed(given, rest) if drafts and not in_file else given
         undecided(settings) if leaves_open(settings) else parse_config(settings)
     except (ConfigError, InstallError) as error:
         raise _fail(str(error)) from None
     on_cpu = enable_cpu_engine()
     if wants_help:
         return _print_help()
-    off = getattr(ours, "sdsie_off", False)
-    algorithm = (value_of(rest, ALGORITHM_FLAG) or ALGORITHM).upper()
-    if vars(ours) and (algorithm != ALGORITHM or off) and set(vars(ours)) != {"sdsie_off"}:
-        given = f"{ALGORITHM_FLAG} {algorithm}" if algorithm != ALGORITHM else "--sdsie-off"
-        raise _fail(f"--sdsie-* flags mean nothing with {given}")
+    if not drafts and vars(ours).keys() - {"sdsie_off"}:
+        other = f"{ALGORITHM_FLAG} {algorithm}" if algorithm != ALGORITHM else "--sdsie-off"
+        raise _fail(f"--sdsie-* flags mean nothing with {other}")
+    if settings.get("draft") != given.get("draft"):
+        say(
+            "no draft model is named, so the target drafts for itself in INT4, for about a quarter more memory "
+            "(--speculative-draft-model-path names one, --sdsie-off serves as shipped)"
+        )
     serve(settings, sglang_args(rest, off=off, on_cpu=on_cpu), off=off)
 
 

@@ -71,7 +71,8 @@ DRAFTED = ["--speculative-draft-model-path", "{draft}"]
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ([], "a draft model is missing"),
+        (["--sdsie-draft", "model"], "a draft model is missing"),
+        (["--quantization", "gptq"], "needs an unquantised target, this one is gptq; or name a draft model"),
         (["--speculative-draft-model-path", "/nowhere/draft"], "is not a folder"),
         (["--speculative-draft-model-path", "{other}"], "the draft's vocabulary has 7 tokens"),
         ([*DRAFTED, "--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"], "DP attention"),

@@ -156,9 +156,8 @@ def test_bad_settings_are_refused_before_anything_is_measured():
             undecided(settings)
 
 
-def test_no_draft_named_is_the_default_draft(monkeypatch):
-    assert "draft" not in completed({}, []) or default_policy.DEFAULT_DRAFT is not None
-    monkeypatch.setattr(default_policy, "DEFAULT_DRAFT", "self-int4")
+def test_no_draft_named_means_the_target_itself():
+    assert "draft" not in completed({"resolution_layers": "mlp.down_proj@all"}, [])
     assert completed({}, ["--model-path", "m"])["draft"] == "self-int4"
     assert completed({"draft": "model"}, [])["draft"] == "model"
     for flag in ("--speculative-draft-model-path", "--speculative-draft-model"):
