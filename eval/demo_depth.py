@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from sdsie_sglang.demo.checkpoints import WEIGHTS
-from sdsie_sglang.eval.demo_table import PAGE, RESULTS, markdown, write_section
+from sdsie_sglang.eval.compare import MethodSummary, PhaseSummary
+from sdsie_sglang.eval.demo_table import PAGE, RESULTS, markdown, served_on_a_gpu, write_section
 
 RECORDS = RESULTS / "depth"
 HOST_MS = 1.4
@@ -27,9 +28,10 @@ measured the target's step, so both drafts are set against both.
 {depth}
 
 {other_layers} layers win by {lead} on held-out answers by replayed step times alone, and by {lead_served} if a cycle
-also has {host_ms} ms of host time, which is assumed here: a server's own has to be measured. So the shipped draft stays
-until both were served side by side on a GPU (`eval/README.md`, "Two drafts"). Records: `weights/training.json` and
-`eval/results/demo/depth`.
+also has {host_ms} ms of host time, which is assumed here. Served side by side on one H200 (`eval/README.md`, "Two
+drafts"; the table above), {other_layers} layers make so many times the tokens/s of {shipped_layers}: {served}. The best
+K of {shipped_layers} layers is {best} times the best of {other_layers}, {verdict}. Records: `weights/training.json`,
+`eval/results/demo/depth` and `eval/results/ruler/short`.
 """
 
 
@@ -63,8 +65,23 @@ def depths() -> tuple[Depth, Depth]:
     return shipped, Depth.of(draft, curve)
 
 
-def section(shipped: Depth, other: Depth) -> str:
+def served(phase: PhaseSummary) -> tuple[str, float]:
+    """The other draft's speed over the shipped one's at each K, in words; and the shipped one's best over its best."""
+    drafts = {method.method: method for method in phase.methods}
+
+    def speed(method: MethodSummary) -> float:
+        assert method.change is not None
+        return 1 + method.change.speed.value
+
+    ks = sorted(int(name.removeprefix("other-draft-k")) for name in drafts if name.startswith("other-draft-k"))
+    shipped, other = ([speed(drafts[f"{which}-k{k}"]) for k in ks] for which in ("draft", "other-draft"))
+    ratios = ", ".join(f"{b / a:.2f} at K = {k}" for k, a, b in zip(ks, shipped, other, strict=True))
+    return ratios, max(shipped) / max(other)
+
+
+def section(shipped: Depth, other: Depth, phase: PhaseSummary) -> str:
     """The section of the page."""
+    ratios, best = served(phase)
     times = sorted({shipped.target_ms, other.target_ms})
     head = ["layers", "steps", "held out", "prompts", "ms a draft step"]
     head += [f"tokens/ms, target {ms:.2f} ms" for ms in times]
@@ -87,12 +104,15 @@ def section(shipped: Depth, other: Depth) -> str:
         lead=lead(0.0),
         lead_served=lead(HOST_MS),
         host_ms=HOST_MS,
+        served=ratios,
+        best=f"{best:.2f}",
+        verdict="so it stays" if best >= 1 else "so it should be replaced",
     )
 
 
 def main() -> None:
     """Write the section."""
-    text = section(*depths())
+    text = section(*depths(), served_on_a_gpu()[2])
     write_section(PAGE, text, BEGIN, END)
     print(text)
 

@@ -7,13 +7,13 @@ beside it, writes `replay.json` there, its section of `sdsie_sglang/demo/README.
 
 import argparse
 import json
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from sdsie_sglang.demo import compose
+from sdsie_sglang.eval.compare import PartSummary, PhaseSummary, Summary
 from sdsie_sglang.eval.demo_replay import (
     CHAIN_LENGTHS,
     DRAFT_LENGTHS,
@@ -35,16 +35,7 @@ RESULTS = ROOT / "eval" / "results" / "demo"
 PAGE = ROOT / "sdsie_sglang" / "demo" / "README.md"
 COLUMNS = [("draft", k) for k in DRAFT_LENGTHS] + [("eagle3", k) for k in CHAIN_LENGTHS]
 DRAFTERS = ("draft", "shifted", "eagle3")
-SPEEDS = ROOT / "eval" / "results" / "gears" / "demo_fa3.json"
-SPEED_NAMES = {
-    "plain": "SGLang plain",
-    "gear0": "gear 0",
-    "standalone": "SGLang STANDALONE, draft K = 5",
-    "k5": "gear 5, draft",
-    "switching": "gears 5 and 0, eight cycles each",
-    "eagle3-chain5": "SGLang EAGLE-3, chain of 5",
-    "eagle3-tree": "SGLang EAGLE-3, tree",
-}
+SERVED_ON_A_GPU = ROOT / "eval" / "results" / "ruler" / "short" / "summary.json"
 
 BEGIN, END = "<!-- written by demo_table -->", "<!-- end of what demo_table writes -->"
 NEW_PAGE = f"# Demo\n\n{BEGIN}\n{END}\n"
@@ -79,10 +70,10 @@ answers loop and accept lengths are shorter.
 
 ## Speed on a GPU
 
-{speeds_where}, bf16, FlashAttention 3, the 27 prompts one at a time, all servers in one run and the repeats
-interleaved (`{speeds_command}`).
-Medians; the spread is that of the repeats. At this size the host bounds a cycle,
-not memory, so nothing here says what a larger model gains.
+{speeds_where}, bf16, FlashAttention 3, the 27 prompts one at a time, up to {speeds_tokens} new tokens, by the ruler
+(`eval/results/ruler/short`, with its report: flags, categories, fidelity). Speed is against plain decoding measured
+before and after; square brackets hold 95 % intervals. `other-draft-k…` is the draft of four layers, see below. At this
+size the host bounds a cycle, not memory, so nothing here says what a larger model gains.
 
 {speeds}
 """
@@ -116,18 +107,32 @@ def tree_cycles(record: dict[str, Any] | None) -> dict[str, tuple[int, int]]:
     return {a["id"]: (len(a["tokens"]) - a["prompt_length"] - 1, a["verify_count"]) for a in answers}
 
 
-def speeds_table(record: dict[str, Any]) -> str:
-    """Tokens/s of each way of decoding, from a record of scripts/bench_gears.py --demo."""
+def served_on_a_gpu() -> tuple[Summary, PartSummary, PhaseSummary]:
+    """What the ruler measured of the demo's models, one request at a time."""
+    summary = Summary.model_validate_json(SERVED_ON_A_GPU.read_text())
+    part, phase = next((part, ph) for part in summary.parts for ph in part.phases if ph.concurrency == 1)
+    return summary, part, phase
+
+
+def speeds_table(phase: PhaseSummary) -> str:
+    """Speed and energy of each way of decoding."""
     rows = []
-    for batch, variants in record["rows"].items():
-        plain = statistics.median(row["tok_per_s"] for row in variants["plain"])
-        for name, measured in variants.items():
-            speeds = sorted(row["tok_per_s"] for row in measured)
-            median = statistics.median(speeds)
-            length = statistics.mean(row["accept_length"] for row in measured)
-            spread = f"{speeds[0]:.0f} to {speeds[-1]:.0f}"
-            rows.append([SPEED_NAMES[name], batch, f"{median:.0f}", spread, f"{median / plain:.2f}", f"{length:.2f}"])
-    return markdown(["", "batch", "tokens/s", "spread", "over plain", "tokens a pass"], rows)
+    for method in (phase.baseline, *phase.methods):
+        name = f"`{method.method}`" + (", before and after" if method is phase.baseline else "")
+        gain, length, energy = method.change and method.change.speed, method.accept_length, method.j_per_token
+        over = f"{1 + gain.value:.2f}" if gain else "1"
+        if gain and gain.low is not None and gain.high is not None:
+            over += f" [{1 + gain.low:.2f}, {1 + gain.high:.2f}]"
+        rows.append(
+            [
+                name,
+                f"{method.tok_per_s:.0f}",
+                over,
+                f"{energy:.3f}" if energy else "–",
+                f"{length:.2f}" if length else "–",
+            ]
+        )
+    return markdown(["method", "tokens/s", "over plain", "J a token", "tokens a pass"], rows)
 
 
 def _title(drafter: str) -> str:
@@ -237,14 +242,14 @@ def main() -> None:
     path = options.results / "replay.json"
     path.write_text(json.dumps(_record(answers, agreements)) + "\n")
     tree = served.get("eagle3-tree")
-    speeds = json.loads(SPEEDS.read_text())
+    summary, part, phase = served_on_a_gpu()
     section = SECTION.format(
         new_tokens=source["new_tokens"],
         tree_note=f" on the CPU, up to {tree['new_tokens']} new tokens" if tree else "",
         lengths=lengths_table(answers, tree_cycles(tree)),
-        speeds=speeds_table(speeds),
-        speeds_where=where(speeds["machine"]),
-        speeds_command=speeds["command"],
+        speeds=speeds_table(phase),
+        speeds_where=where(part.machine),
+        speeds_tokens=summary.config["tokens"],
         shifted=", ".join(f"{accept_length(answers, 'shifted', k):.2f}" for k in DRAFT_LENGTHS),
         positions=positions_table(answers),
         served_where=", ".join(sorted({record["where"] for record in served.values()})) or "none yet",

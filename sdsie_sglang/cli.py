@@ -59,7 +59,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     )
     flag(
         "draft",
-        "model: a draft model of its own (default where one is named). self-int4: the target itself in INT4, on its own KV",
+        "model: one of its own (default where it is named). self-int4: the target itself in INT4, on its own KV cache",
         metavar="KIND",
     )
     flag(

@@ -29,7 +29,8 @@ def test_a_first_start_measures_and_serves_the_cost_gate(baseline, models, draft
 
 
 def test_a_model_alone_is_enough(baseline, models, prompts, tmp_path):
-    arguments = ["--model-path", str(models.target), *CONTEXT, "--sdsie-gears", "0,2", "--sdsie-calibration-seconds", "1"]
+    arguments = ["--model-path", str(models.target), *CONTEXT]
+    arguments += ["--sdsie-gears", "0,2", "--sdsie-calibration-seconds", "1"]
     with Server.start(arguments, env={"SDSIE_CACHE": str(tmp_path)}) as server:
         said = [line for line in server.log.read_text(errors="replace").splitlines() if line.startswith("sdsie: ")]
         assert "the target drafts for itself in INT4" in said[0]
