@@ -72,7 +72,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("config")
     parser.add_argument("--part", action="append", help="measure only this part (may be repeated)")
-    parser.add_argument("--repetition", action="append", type=int, help="only this one, from 0 (may be repeated)")
+    parser.add_argument(
+        "--repetition",
+        action="append",
+        type=int,
+        help="only this one, from 0 (may be repeated); also one more than the configuration asks for",
+    )
     parser.add_argument("--start-ahead", type=int, help="servers started side by side; default: the configuration's")
     parser.add_argument("--other-draft", type=Path, metavar="DIR", help="a second draft, measured beside the first")
     parser.add_argument("--out", type=Path, help=f"default: {RESULTS.relative_to(headline.ROOT)}/NAME")
@@ -82,8 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(args.config)
         if unknown := set(args.part or ()) - set(config.parts):
             raise ConfigProblem(f"no part {sorted(unknown)}; there are {', '.join(config.parts)}")
-        if unknown_repetitions := set(args.repetition or ()) - set(range(config.repetitions)):
-            raise ConfigProblem(f"no repetition {sorted(unknown_repetitions)}; they are 0 to {config.repetitions - 1}")
+        if any(repetition < 0 for repetition in args.repetition or ()):
+            raise ConfigProblem("repetitions are counted from 0")
         if args.start_ahead is not None:
             if args.start_ahead < 1:
                 raise ConfigProblem("--start-ahead must be 1 or more")

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 
 from sdsie_sglang.eval import load, record, report, rules, run, tenants
+from sdsie_sglang.eval.compare import summarise
 from sdsie_sglang.eval.energy import Gpu, mean_power_w
 from sdsie_sglang.eval.methods import METHODS, Models
 from sdsie_sglang.eval.plan import Ask, WarmUp, load_config, with_other_draft
@@ -377,9 +378,15 @@ def test_start_ahead_can_be_chosen_for_a_run(start, config_path, tmp_path):
     assert run.main([config_path, "--out", str(tmp_path / "out"), "--start-ahead", "0"]) == 2
 
 
-def test_unknown_repetition(start, config_path, capsys):
-    assert run.main([config_path, "--repetition", "3"]) == 2
-    assert "no repetition [3]" in capsys.readouterr().err
+def test_another_repetition_than_was_planned(start, config_path, tmp_path, capsys):
+    out = str(tmp_path / "out")
+    assert run.main([config_path, "--out", out, "--repetition", "-1"]) == 2
+    assert "counted from 0" in capsys.readouterr().err
+    for repetition in (0, 3):
+        assert run.main([config_path, "--out", out, "--repetition", str(repetition)]) == 0
+    [part] = summarise(read_all(tmp_path / "out")).parts
+    assert {method.repetitions for method in part.phases[0].methods} == {2}
+    assert part.missing == []
 
 
 def test_a_server_that_died_while_it_waited_is_said(start, ahead_path, tmp_path, capsys, monkeypatch):
