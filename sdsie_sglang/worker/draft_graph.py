@@ -13,7 +13,6 @@ right all the same, the draft's KV lacks it: that costs acceptance later, and no
 """
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,6 +28,7 @@ from sdsie_sglang.fused_attention import Rows, serves
 from sdsie_sglang.kernels.entropy import top_probability
 from sdsie_sglang.kernels.skinny_attention.attention import MAX_ROWS
 from sdsie_sglang.worker.draft_history import DraftHistory
+from sdsie_sglang.worker.prepared import logged
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +58,8 @@ def build_draft_graphs(
     if problem := serves(runner.model, runner.token_to_kv_pool, runner.page_size):
         logger.log(logging.WARNING if limit else logging.INFO, "sdsie: no draft graph: %s", problem)
         return None
-    started = time.perf_counter()
-    graphs = DraftGraphs(runner, history, gears, [size for size in sizes if size * width <= MAX_ROWS], width, limit)
-    logger.info("sdsie: draft graphs prepared in %.1f s", time.perf_counter() - started)
-    return graphs
+    with logged(runner, "draft graphs"):
+        return DraftGraphs(runner, history, gears, [size for size in sizes if size * width <= MAX_ROWS], width, limit)
 
 
 class DraftGraphs:

@@ -8,21 +8,16 @@ bundle holds an ordinary decode graph.
 
 import dataclasses
 import logging
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from sglang.srt.environ import envs
 from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
 from sglang.srt.speculative.adaptive_runtime_state import SpecRuntimeState
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-from sglang.srt.utils.common import get_available_gpu_memory
 
 from sdsie_sglang.worker.drafter import STEADY_WIDTH, WIDE_WIDTH
+from sdsie_sglang.worker.prepared import logged
 from sdsie_sglang.worker.self_draft import SelfDraftWorker
-
-logger = logging.getLogger(__name__)
 
 # SGLang logs each swap of a bundle at INFO; with a gate that is several lines a second.
 SWAP_LOGGER = "sglang.srt.speculative.eagle_worker_v2"
@@ -49,13 +44,13 @@ def build_gears(
     bundles: dict[int, SpecRuntimeState] = {}
     if worker.resolution is not None:
         for name, k in (("gear 0", 0), ("gear R", 1)):
-            with _logged(worker, name):
+            with logged(worker, name):
                 bundles[k] = worker.resolution.build(lambda: _build_plain(worker, graphs), k)
         return {k: bundles[min(k, 1)] for k in gears}, {}
     drafts_itself = isinstance(worker.draft_worker, SelfDraftWorker)
     extend, extend_graphs = ({}, {}) if drafts_itself else _build_extends(worker, graphs)
     for k in gears:
-        with _logged(worker, f"gear {k}"):
+        with logged(worker, f"gear {k}"):
             if k == 0:
                 bundle = _build_plain(worker, graphs)
             else:
@@ -65,19 +60,11 @@ def build_gears(
     return bundles, extend_graphs
 
 
-@contextmanager
-def _logged(worker: Any, what: str) -> Iterator[None]:
-    started, free_gb = time.perf_counter(), get_available_gpu_memory(worker.device, worker.gpu_id)
-    yield
-    used_gb = free_gb - get_available_gpu_memory(worker.device, worker.gpu_id)
-    logger.info("sdsie: %s prepared in %.1f s, %.2f GB", what, time.perf_counter() - started, used_gb)
-
-
 def _build_extends(worker: Any, graphs: bool) -> tuple[dict[str, Any], dict[int, Any]]:
     """The narrow pass's backend for every bundle, and the graphs of both widths."""
     draft_worker, runners, narrow = worker.draft_worker, {}, {}
     for width in (WIDE_WIDTH, STEADY_WIDTH) if graphs else (STEADY_WIDTH,):
-        with _logged(worker, f"draft extend of {width}"), worker._override_worker_state(width - 1, width):
+        with logged(worker, f"draft extend of {width}"), worker._override_worker_state(width - 1, width):
             draft_worker.speculative_num_steps = 1  # no graph of draft steps; put back with the rest
             draft_worker.init_attention_backend()
             draft_worker._capture_cuda_graphs()
