@@ -98,16 +98,18 @@ def tolerance_below_noise(record: Record) -> list[Flag]:
     for reading in record.warm_up:
         if reading.power_w is not None:
             by_label[reading.label].append(reading.power_w)
-    flags = []
+    too_noisy = {}
     for label, powers in by_label.items():
         if len(powers) < 4:
             continue
         one = float(np.std(np.diff(powers), ddof=1)) / np.sqrt(2)
         noise = one * np.sqrt(4 / settings.readings) / float(np.mean(powers))
         if noise > settings.power_tolerance:
-            text = f"power of {label} scatters by {noise:.1%}, the tolerance is {settings.power_tolerance:.1%}"
-            flags.append(_flag("tolerance_below_noise", record, text))
-    return flags
+            too_noisy[label] = f"{noise:.1%}"
+    if not too_noisy:
+        return []
+    text = f"power scatters by {', '.join(too_noisy.values())} in {', '.join(too_noisy)}"
+    return [_flag("tolerance_below_noise", record, f"{text}; the tolerance is {settings.power_tolerance:.1%}")]
 
 
 def unequal_warm_up(records: Sequence[Record]) -> list[Flag]:
