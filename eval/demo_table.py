@@ -70,7 +70,7 @@ answers loop and accept lengths are shorter.
 
 ## Speed on a GPU
 
-{speeds_where}, bf16, FlashAttention 3, the 27 prompts one at a time, up to {speeds_tokens} new tokens, by the ruler
+{speeds_where}, bf16, FlashAttention 3 (the tree: flashinfer), the 27 prompts one at a time, up to {speeds_tokens} new tokens, by the ruler
 (`eval/results/ruler/short`, with its report: flags, categories, fidelity). Speed is against plain decoding measured
 before and after; square brackets hold 95 % intervals. `other-draft-k…` is the draft of four layers, see below. At this
 size the host bounds a cycle, not memory, so nothing here says what a larger model gains.

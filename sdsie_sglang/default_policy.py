@@ -16,7 +16,7 @@ GEARS = (0, 1, 2, 3, 5, 7)
 """Measured and prepared unless --sdsie-gears names others: each costs start-up time and memory on a GPU."""
 FALLBACK_K = 5
 SELF_FALLBACK_K = 2
-"""For the self-draft, whose passes cost half a target's and more: K = 5 was slower than plain where K = 2 was faster
+"""For the self-draft, whose passes cost half a target's and more: K = 5 earned 1.03 of plain where K = 2 earned 1.27
 (eval/results/int4/model_h200.json)."""
 DEFAULT_DRAFT = "self-int4"
 """--sdsie-draft where no draft model is named: lossless, up to a third faster (the same record), for a quarter more
@@ -41,8 +41,8 @@ def completed(settings: Mapping[str, Any], arguments: Sequence[str]) -> dict[str
 
 def leaves_open(settings: Mapping[str, Any]) -> bool:
     """Whether a policy, or the table of the cost gate, is to be found: a setting of another policy (K, thresholds …)
-    says that none is, and so do layers of the Resolution Gear, which drafts nothing."""
-    if settings.get("resolution_layers") is not None:
+    says that none is; so do layers of the Resolution Gear, which drafts nothing, and chains that the draft stops."""
+    if settings.get("resolution_layers") is not None or settings.get("draft_stop"):
         return False
     if settings.get("policy") == "cost":
         return settings.get("cost_table") is None

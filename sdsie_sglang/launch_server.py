@@ -98,7 +98,7 @@ def main(argv: list[str]) -> None:
         raise _fail(f"--sdsie-* flags mean nothing with {other}")
     if settings.get("draft") != given.get("draft"):
         say(
-            "no draft model is named, so the target drafts for itself in INT4, for about a quarter more memory "
+            "no draft model is named, so the target drafts for itself in INT4, for about a quarter more memory of a GPU "
             "(--speculative-draft-model-path names one, --sdsie-off serves as shipped)"
         )
     serve(settings, sglang_args(rest, off=off, on_cpu=on_cpu), off=off)

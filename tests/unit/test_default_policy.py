@@ -56,6 +56,7 @@ def test_only_a_policy_or_its_settings_close_the_question():
     for name, value in {"policy": "fixed", "k": 3, "preset": "paper", "schedule": "5"}.items():
         assert not leaves_open({name: value})
     assert leaves_open({"policy": "cost", "k": 3}), "its table is to be found"
+    assert not leaves_open({"draft_stop": 0.2}), "stopped chains hide from the cost gate what it would learn from"
     assert completed({"cost_table": "t"}, [])["policy"] == "cost"
     assert not leaves_open(completed({"cost_table": "t"}, []))
 
