@@ -392,7 +392,7 @@ def _part(name: str, records: list[Record]) -> PartSummary:
     flags = [flag for record in used for flag in rules.record_flags(record)]
     for repetition in repetitions:
         flags += rules.group_flags([r for r in used if r.datapoint.repetition == repetition])
-    wanted = [(r, m) for r in range(config.repetitions) for m in config.parts[name].methods]
+    wanted = [(r, m) for r in sorted({*range(config.repetitions), *repetitions}) for m in config.parts[name].methods]
     have = {(r.datapoint.repetition, r.datapoint.method) for r in used if r.datapoint.role == "method"}
     phases = []
     for number in range(len(config.phases_of(name))):

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from sdsie_sglang.demo.checkpoints import WEIGHTS
-from sdsie_sglang.eval.compare import MethodSummary, PhaseSummary
+from sdsie_sglang.eval.compare import PhaseSummary
 from sdsie_sglang.eval.demo_table import PAGE, RESULTS, markdown, served_on_a_gpu, write_section
 
 RECORDS = RESULTS / "depth"
+FAMILIES = ("draft", "other-draft")
 HOST_MS = 1.4
 """Assumed host time of a cycle."""
 BEGIN, END = "<!-- written by demo_depth -->", "<!-- end of what demo_depth writes -->"
@@ -29,9 +30,9 @@ measured the target's step, so both drafts are set against both.
 
 {other_layers} layers win by {lead} on held-out answers by replayed step times alone, and by {lead_served} if a cycle
 also has {host_ms} ms of host time, which is assumed here. Served side by side on one H200 (`eval/README.md`, "Two
-drafts"; the table above), {other_layers} layers make so many times the tokens/s of {shipped_layers}: {served}. The best
-K of {shipped_layers} layers is {best} times the best of {other_layers}, {verdict}. Records: `weights/training.json`,
-`eval/results/demo/depth` and `eval/results/ruler/short`.
+drafts"; the table above), {other_layers} layers make so many times the tokens/s of {shipped_layers}: {served}.
+On the prompts that did not choose the best K, {best}, so {verdict}. Records:
+`weights/training.json`, `eval/results/demo/depth` and `eval/results/ruler/short`.
 """
 
 
@@ -65,23 +66,34 @@ def depths() -> tuple[Depth, Depth]:
     return shipped, Depth.of(draft, curve)
 
 
-def served(phase: PhaseSummary) -> tuple[str, float]:
-    """The other draft's speed over the shipped one's at each K, in words; and the shipped one's best over its best."""
-    drafts = {method.method: method for method in phase.methods}
+def served(phase: PhaseSummary) -> str:
+    """The other draft's speed over the shipped one's at each K, in words."""
+    speeds = {method.method: 1 + method.change.speed.value for method in phase.methods if method.change is not None}
+    others = [name for name in speeds if name.startswith("other-draft-k")]
+    return ", ".join(
+        f"{speeds[name] / speeds[name.removeprefix('other-')]:.2f} at K = {name.removeprefix('other-draft-k')}"
+        for name in others
+    )
 
-    def speed(method: MethodSummary) -> float:
-        assert method.change is not None
-        return 1 + method.change.speed.value
 
-    ks = sorted(int(name.removeprefix("other-draft-k")) for name in drafts if name.startswith("other-draft-k"))
-    shipped, other = ([speed(drafts[f"{which}-k{k}"]) for k in ks] for which in ("draft", "other-draft"))
-    ratios = ", ".join(f"{b / a:.2f} at K = {k}" for k, a, b in zip(ks, shipped, other, strict=True))
-    return ratios, max(shipped) / max(other)
+def verdict(phase: PhaseSummary) -> tuple[str, str]:
+    """Best K against best K, and what follows from it."""
+    pair = next(h for h in phase.head_to_head if {h.over.split("-k")[0], h.under.split("-k")[0]} == set(FAMILIES))
+    low, value, high = (
+        1 + (x or 0.0) for x in (pair.change.speed.low, pair.change.speed.value, pair.change.speed.high)
+    )
+    sign = 1 if pair.over.startswith("other") else -1
+    low, value, high = sorted(x**sign for x in (low, value, high))
+    said = f"the best of the other over the best of the shipped draft is {value:.2f} ({low:.2f} to {high:.2f})"
+    return (
+        said,
+        "it should be replaced" if low > 1 else "it stays" if high < 1 else "none is shown to be faster and it stays",
+    )
 
 
 def section(shipped: Depth, other: Depth, phase: PhaseSummary) -> str:
     """The section of the page."""
-    ratios, best = served(phase)
+    best, follows = verdict(phase)
     times = sorted({shipped.target_ms, other.target_ms})
     head = ["layers", "steps", "held out", "prompts", "ms a draft step"]
     head += [f"tokens/ms, target {ms:.2f} ms" for ms in times]
@@ -104,9 +116,9 @@ def section(shipped: Depth, other: Depth, phase: PhaseSummary) -> str:
         lead=lead(0.0),
         lead_served=lead(HOST_MS),
         host_ms=HOST_MS,
-        served=ratios,
-        best=f"{best:.2f}",
-        verdict="so it stays" if best >= 1 else "so it should be replaced",
+        served=served(phase),
+        best=best,
+        verdict=follows,
     )
 
 

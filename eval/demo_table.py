@@ -70,7 +70,8 @@ answers loop and accept lengths are shorter.
 
 ## Speed on a GPU
 
-{speeds_where}, bf16, FlashAttention 3 (the tree: flashinfer), the 27 prompts one at a time, up to {speeds_tokens} new tokens, by the ruler
+{speeds_where}, bf16, FlashAttention 3 (the tree: flashinfer), the 27 prompts one at a time, up to
+{speeds_tokens} new tokens, by the ruler
 (`eval/results/ruler/short`, with its report: flags, categories, fidelity). Speed is against plain decoding measured
 before and after; square brackets hold 95 % intervals. `other-draft-k…` is the draft of four layers, see below. At this
 size the host bounds a cycle, not memory, so nothing here says what a larger model gains.
@@ -232,6 +233,10 @@ def main() -> None:
     options.results = options.results.resolve()
     if not (options.results / "answers.json").is_file():
         parser.error(f"{options.results} holds no answers.json")
+    try:
+        summary, part, phase = served_on_a_gpu()
+    except (OSError, ValueError, StopIteration) as error:
+        parser.error(f"{SERVED_ON_A_GPU} cannot be used ({error or 'nothing one request at a time'})")
     quoted = options.results == RESULTS
     set_threads()
     replayer = Replayer(compose())
@@ -242,7 +247,6 @@ def main() -> None:
     path = options.results / "replay.json"
     path.write_text(json.dumps(_record(answers, agreements)) + "\n")
     tree = served.get("eagle3-tree")
-    summary, part, phase = served_on_a_gpu()
     section = SECTION.format(
         new_tokens=source["new_tokens"],
         tree_note=f" on the CPU, up to {tree['new_tokens']} new tokens" if tree else "",

@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             config = config.model_copy(update={"start_ahead": args.start_ahead})
         if args.other_draft is not None:
             config = with_other_draft(config, args.other_draft)
-        points = datapoints(config, args.part, args.repetition)
+        points = datapoints(config, args.part, args.repetition and dict.fromkeys(args.repetition))
         folder = args.out or RESULTS / config.name
         if args.plan:
             print(plan_text(config, points, folder))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
@@ -18,6 +19,7 @@ from sdsie_sglang.tensor_parallel import split_problem
 
 logger = logging.getLogger(__name__)
 
+INSTEAD = "; leave out --sdsie-draft and name a draft model: --speculative-draft-model-path PATH"
 DEFAULT_MAX_RUNNING_REQUESTS = 48  # SGLang's own for draft models
 
 
@@ -166,7 +168,7 @@ def check_int4(args: Any, config: SdsieConfig) -> None:
         **common,
     )
     if problem is not None and config.drafts_itself:
-        problem += "; or name a draft model: --speculative-draft-model-path PATH"
+        problem += INSTEAD
     if problem is None and args.speculative_draft_model_path is not None:
         draft = _read_json(args.speculative_draft_model_path, "config.json")
         quantization = args.speculative_draft_model_quantization or args.quantization  # as SGLang fills it
@@ -177,6 +179,27 @@ def check_int4(args: Any, config: SdsieConfig) -> None:
             problem = saved_problem(Path(path).expanduser(), _read_json(path, "config.json"))
     if problem is not None:
         raise ConfigError(problem)
+
+
+def check_resolved(server_args: Any, config: SdsieConfig) -> None:
+    """Raises ConfigError if the target turns out not to take INT4 weights beside its own, which is known once SGLang
+    has looked into a model on a hub, and at the GPU."""
+    if not config.drafts_itself:
+        return
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    from sdsie_sglang.int4.both import check_device
+    from sdsie_sglang.int4.method import Int4Unsupported
+
+    model = model_config_of(server_args)
+    if model.quantization is not None:
+        problem = f"--sdsie-draft self-int4 needs an unquantised target, this one is {model.quantization}"
+        raise ConfigError(f"{problem}{INSTEAD}")
+    try:
+        check_device(torch.device(resolving_view(server_args).device), model.dtype)
+    except Int4Unsupported as error:
+        raise ConfigError(f"{error}{INSTEAD}") from None
 
 
 def check_folder(role: str, path: str) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -19,11 +20,12 @@ def gives(argv: Sequence[str], flag: str) -> bool:
 
 
 def value_of(argv: Sequence[str], flag: str) -> str | None:
-    """On the command line; None if it is not there."""
+    """On the command line or in the file that SGLang's --config names; None if it is in neither."""
     for i, arg in enumerate(argv):
         if names(arg, flag):
             return arg.split("=", 1)[1] if "=" in arg else next(iter(argv[i + 1 : i + 2]), None)
-    return None
+    value = _from_config_file(argv).get(flag)
+    return None if value is None else str(value)
 
 
 def without(argv: Sequence[str], flags: Iterable[str]) -> list[str]:
@@ -42,11 +44,11 @@ def without(argv: Sequence[str], flags: Iterable[str]) -> list[str]:
     return kept
 
 
-def _from_config_file(argv: Sequence[str]) -> set[str]:
-    """Flags that SGLang's own --config file gives; SGLang complains of a file that it cannot read."""
+def _from_config_file(argv: Sequence[str]) -> dict[str, Any]:
+    """What SGLang's own --config file gives, by flag; SGLang complains of a file that it cannot read."""
     path = next((value for flag, value in pairwise(argv) if flag == "--config"), None)
     try:
         values = yaml.safe_load(Path(path).read_text()) if path is not None else None
     except (OSError, ValueError, yaml.YAMLError):
-        return set()
-    return {f"--{str(key).replace('_', '-')}" for key in values} if isinstance(values, dict) else set()
+        return {}
+    return {f"--{str(key).replace('_', '-')}": v for key, v in values.items()} if isinstance(values, dict) else {}

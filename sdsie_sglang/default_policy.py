@@ -36,6 +36,8 @@ def completed(settings: Mapping[str, Any], arguments: Sequence[str]) -> dict[str
         complete.setdefault("policy", "cost")
     if settings.get("resolution_layers") is None and not any(gives(arguments, flag) for flag in DRAFT_FLAGS):
         complete.setdefault("draft", DEFAULT_DRAFT)
+    if complete.get("draft") == DEFAULT_DRAFT and complete.get("policy") in ("fixed", "entropy"):
+        complete.setdefault("k", SELF_FALLBACK_K)
     return complete
 
 
@@ -54,13 +56,16 @@ def undecided(settings: Mapping[str, Any]) -> SdsieConfig:
     return parse_config({"gears": GEARS, **settings, "policy": "plain", "trace": None})
 
 
-def choose(settings: Mapping[str, Any], args: Any, conditions: Conditions, arguments: Sequence[str]) -> SdsieConfig:
+def choose(
+    settings: Mapping[str, Any], args: Any, conditions: Conditions, arguments: Sequence[str], *, unasked: bool = False
+) -> SdsieConfig:
     """Decides, measures if it must, and says in one line what it chose and why.
 
     Args:
         settings: as given; `leaves_open` holds for them.
         args: SGLang's, resolved under `undecided`; conditions: theirs.
         arguments: those that they were parsed from.
+        unasked: the target drafts for itself because no draft was named: without a table, it had better not.
 
     Raises:
         ConfigError: what was asked for cannot be had on this machine.
@@ -78,7 +83,8 @@ def choose(settings: Mapping[str, Any], args: Any, conditions: Conditions, argum
     except NotMeasured as error:
         if settings.get("policy") == "cost":
             raise ConfigError(f"policy cost has no cost table ({error}): give one with --sdsie-cost-table") from None
-        return _fallback(settings, gears, str(error), SELF_FALLBACK_K if wanted.drafts_itself else FALLBACK_K)
+        widest = 0 if unasked else SELF_FALLBACK_K if wanted.drafts_itself else FALLBACK_K
+        return _fallback(settings, gears, str(error), widest)
     config = parse_config({**settings, "policy": "cost", "cost_table": str(path)})
     say(_sentence(config.policy, load_cost_table(path), path, fresh=fresh))
     return config
@@ -113,8 +119,8 @@ def _gpu() -> Gpu:
 
 
 def _fallback(settings: Mapping[str, Any], gears: Sequence[int], why: str, widest: int) -> SdsieConfig:
-    """Fixed K of the widest prepared gear up to `widest`, or what there is."""
-    drafting = sorted(gear for gear in gears if gear)
+    """Fixed K of the widest prepared gear up to `widest`, or what there is; plain decoding if that is 0."""
+    drafting = sorted(gear for gear in gears if gear) if widest else []
     k = max((gear for gear in drafting if gear <= widest), default=drafting[0] if drafting else 0)
     kept = {name: value for name, value in settings.items() if name not in OF_THE_COST_GATE}
     if k == 0:

@@ -79,14 +79,12 @@ def main(argv: list[str]) -> None:
     ours, rest = split_args(argv)
     wants_help = "-h" in rest or "--help" in rest
     off = getattr(ours, "sdsie_off", False)
-    named = value_of(rest, ALGORITHM_FLAG)
-    algorithm = (named or ALGORITHM).upper()
+    algorithm = (value_of(rest, ALGORITHM_FLAG) or ALGORITHM).upper()
     drafts = algorithm == ALGORITHM and not off
-    in_file = named is None and gives(rest, ALGORITHM_FLAG)  # of SGLang's --config: whatever it says
     try:
         check_install()
         given = settings_from_args(ours)
-        settings = completed(given, rest) if drafts and not in_file else given
+        settings = completed(given, rest) if drafts else given
         undecided(settings) if leaves_open(settings) else parse_config(settings)
     except (ConfigError, InstallError) as error:
         raise _fail(str(error)) from None
@@ -96,16 +94,16 @@ def main(argv: list[str]) -> None:
     if not drafts and vars(ours).keys() - {"sdsie_off"}:
         other = f"{ALGORITHM_FLAG} {algorithm}" if algorithm != ALGORITHM else "--sdsie-off"
         raise _fail(f"--sdsie-* flags mean nothing with {other}")
-    if settings.get("draft") != given.get("draft"):
-        say(
-            "no draft model is named, so the target drafts for itself in INT4, for about a quarter more memory of a GPU "
-            "(--speculative-draft-model-path names one, --sdsie-off serves as shipped)"
-        )
-    serve(settings, sglang_args(rest, off=off, on_cpu=on_cpu), off=off)
+    unasked = settings.get("draft") != given.get("draft")
+    serve(settings, sglang_args(rest, off=off, on_cpu=on_cpu), off=off, unasked=unasked)
 
 
-def serve(settings: Mapping[str, Any], arguments: list[str], *, off: bool) -> None:
-    """Hands over to SGLang; settings travel to its processes in the environment."""
+def serve(settings: Mapping[str, Any], arguments: list[str], *, off: bool, unasked: bool) -> None:
+    """Hands over to SGLang; settings travel to its processes in the environment.
+
+    Args:
+        unasked: the target drafts for itself because no draft was named.
+    """
     algorithm = value_of(arguments, ALGORITHM_FLAG)
     if off and (algorithm or "").upper() == ALGORITHM:
         raise _fail(f"--sdsie-off contradicts {ALGORITHM_FLAG} {ALGORITHM}")
@@ -119,13 +117,18 @@ def serve(settings: Mapping[str, Any], arguments: list[str], *, off: bool) -> No
     load_plugins()
     try:
         server_args = _resolved(arguments)
+        if unasked:
+            say(
+                "no draft model is named, so the target drafts for itself in INT4, for about a quarter more of a GPU's "
+                "memory (--speculative-draft-model-path names one, --sdsie-off serves as shipped)"
+            )
         if is_open and (server_args.speculative_algorithm or "").upper() == ALGORITHM:
             from sglang.srt.arg_groups.overrides import resolving_view
 
             from sdsie_sglang.calibration.conditions import conditions_of
 
             args, conditions = resolving_view(server_args), conditions_of(server_args, config_from_env())
-            config_to_env(choose(settings, args, conditions, arguments))
+            config_to_env(choose(settings, args, conditions, arguments, unasked=unasked))
             server_args = _resolved(arguments)  # anew: the widest gear sizes SGLang's buffers
     except (ValueError, OSError, AssertionError) as error:
         raise _fail(" ".join(str(error).split())) from None
@@ -141,10 +144,12 @@ def _resolved(arguments: list[str]) -> Any:
 
     server_args = prepare_server_args(arguments)
     if (server_args.speculative_algorithm or "").upper() == ALGORITHM:
-        from sdsie_sglang.algorithm import check_drafting
+        from sdsie_sglang.algorithm import check_drafting, check_resolved
 
         # SGLang takes a folder that is not there for a name on a model hub.
         check_drafting(server_args, config_from_env())
+        server_args.resolve_once()
+        check_resolved(server_args, config_from_env())
     server_args.resolve_once()
     return server_args
 

@@ -44,22 +44,26 @@ class Chain(NamedTuple):
 
 
 def build_draft_graphs(
-    runner: Any, history: DraftHistory, gears: Sequence[int], sizes: Sequence[int], width: int, limit: float
+    runner: Any, history: DraftHistory, gears: Sequence[int], sizes: Sequence[int] | None, width: int, limit: float
 ) -> "DraftGraphs | None":
     """None where something of the draft is not known to be served; says what.
 
     Args:
         runner: SGLang's ModelRunner of the draft.
         gears: every K that may be asked for, 0 left out.
-        sizes: batch sizes to capture; none: nothing is captured and each cycle issues its kernels itself.
+        sizes: batch sizes to capture; None: nothing is captured and each cycle issues its kernels itself.
         width: tokens of the catch-up.
         limit: of the product of a chain's probabilities, below which no more is drafted; 0: never.
     """
-    if problem := serves(runner.model, runner.token_to_kv_pool, runner.page_size):
+    served = [size for size in sizes or () if size * width <= MAX_ROWS]
+    problem = serves(runner.model, runner.token_to_kv_pool, runner.page_size)
+    if sizes is not None and not served:
+        problem = problem or f"no batch size up to {MAX_ROWS // width} is captured"
+    if problem is not None:
         logger.log(logging.WARNING if limit else logging.INFO, "sdsie: no draft graph: %s", problem)
         return None
     with logged(runner, "draft graphs"):
-        return DraftGraphs(runner, history, gears, [size for size in sizes if size * width <= MAX_ROWS], width, limit)
+        return DraftGraphs(runner, history, gears, served, width, limit)
 
 
 class DraftGraphs:

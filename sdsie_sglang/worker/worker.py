@@ -122,8 +122,10 @@ class SdsieWorker(StandaloneWorkerV2):
         whole = None
         if self._wants_draft_graph:
             runner, gears = self._draft_worker.draft_runner, [k for k in self.gate.gears if k]
-            sizes = extend_graphs[STEADY_WIDTH].capture_bs if self._graphs else ()
-            whole = build_draft_graphs(runner, history, gears, sizes, STEADY_WIDTH, self._draft_stop)
+            narrow = extend_graphs.get(STEADY_WIDTH)  # None where SGLang captures no such pass
+            if not self._graphs or narrow is not None:
+                sizes = None if narrow is None else narrow.capture_bs
+                whole = build_draft_graphs(runner, history, gears, sizes, STEADY_WIDTH, self._draft_stop)
         return Drafter(
             self._draft_worker,
             self._target_worker,

@@ -72,7 +72,10 @@ DRAFTED = ["--speculative-draft-model-path", "{draft}"]
     ("flags", "says"),
     [
         (["--sdsie-draft", "model"], "a draft model is missing"),
-        (["--quantization", "gptq"], "needs an unquantised target, this one is gptq; or name a draft model"),
+        (
+            ["--quantization", "gptq"],
+            "needs an unquantised target, this one is gptq; leave out --sdsie-draft and name a draft",
+        ),
         (["--speculative-draft-model-path", "/nowhere/draft"], "is not a folder"),
         (["--speculative-draft-model-path", "{other}"], "the draft's vocabulary has 7 tokens"),
         ([*DRAFTED, "--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"], "DP attention"),

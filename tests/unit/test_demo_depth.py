@@ -3,7 +3,7 @@
 import pytest
 
 from sdsie_sglang.eval import demo_depth
-from sdsie_sglang.eval.compare import Change, MethodSummary, PhaseSummary
+from sdsie_sglang.eval.compare import Change, HeadToHead, MethodSummary, PhaseSummary
 from sdsie_sglang.eval.demo_depth import Depth
 from sdsie_sglang.eval.demo_table import write_section
 from sdsie_sglang.eval.intervals import Estimate
@@ -24,7 +24,9 @@ def phase(gains: dict[str, float]) -> PhaseSummary:
         )  # fmt: skip
 
     methods = [method(name, gain) for name, gain in gains.items()]
-    return PhaseSummary.model_construct(concurrency=1, methods=methods)
+    better = Change(speed=Estimate(value=0.03, low=0.01, high=0.05))
+    pair = HeadToHead(over="other-draft-k3", under="draft-k5", change=better, wins=1, prompts=1)
+    return PhaseSummary.model_construct(concurrency=1, methods=methods, head_to_head=[pair])
 
 
 SIX, FOUR = depth(6, 3.0, 0.4, 2.0), depth(4, 2.7, 0.3, 1.5)
@@ -44,7 +46,7 @@ def test_both_drafts_are_set_against_both_times_of_the_target():
     assert "win by 3 to 5 % on held-out" in text  # 0.771/0.750 and 0.900/0.857
     assert "by -1 to 0 % if" in text  # with 1.4 ms more a cycle: 2.7/4.9 over 3/5.4, 2.7/4.4 over 3/4.9
     assert "1.10 at K = 3, 0.75 at K = 5" in text
-    assert "is 0.97 times the best of 4, so it should be replaced" in text  # 1.6 / 1.65
+    assert "is 1.03 (1.01 to 1.05), so it should be replaced" in text
 
 
 def test_the_records_are_of_two_depths():
