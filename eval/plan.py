@@ -275,7 +275,8 @@ def with_other_draft(config: Config, folder: Path) -> Config:
             others = (f"other-{method}" for method in part["methods"] if method.startswith("draft-k"))
             part["methods"] = (*part["methods"], *(other for other in others if other not in part["methods"]))
     try:
-        return Config(**{**values, "other_draft": str(folder)})
+        place = str(folder).replace(str(Path.home()), "~")  # records are shared, and belong to one configuration
+        return Config(**{**values, "other_draft": place})
     except ValidationError as error:
         raise ConfigProblem(first_error(error)) from None
 
@@ -336,4 +337,5 @@ def resolve_models(config: Config) -> Models:
 
     made = compose()
     draft, eagle3 = (str(p) if p is not None else None for p in (made.draft, made.eagle3))
-    return Models(str(made.target), draft, eagle3, other_draft=config.other_draft)
+    other = config.other_draft and str(Path(config.other_draft).expanduser())
+    return Models(str(made.target), draft, eagle3, other_draft=other)
